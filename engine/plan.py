@@ -1,0 +1,67 @@
+"""What one step does, as a value: ids, rows and blocks, no live object. Serialisable, so that it can be logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One request's part of one step: tokens start .. start + num_tokens."""
+
+    request_id: str
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool  # whether a token comes out; a chunk that stops before the last known token yields none
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A row of CacheState.rows to be filled before the step."""
+
+    row: int
+    tokens: tuple[int, ...]
+    num_computed: int
+    prompt_len: int
+    key: tuple[int, int]
+    params: tuple[float, ...]  # in the order of sampling.PARAMS
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()  # what min_tokens forbids
+
+
+@dataclass(frozen=True)
+class TableWrite:
+    """Block ids put into a row of one group's block table, from `index` on."""
+
+    group: int
+    row: int
+    index: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A block to be copied within a group before the step's writes."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One decision of the scheduler. Equal state and events give equal plans."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    admitted: tuple[Admission, ...] = ()
+    table_writes: tuple[TableWrite, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    variant: str = "greedy"  # of the head: the largest that a sampled row needs
+    num_logprobs: int = -1  # the largest that a sampled row asks for; -1: none
+    reasons: tuple[tuple[str, str], ...] = ()  # (request id, reason code) of each decision
+
+    @property
+    def sampled(self) -> list[Chunk]:
+        return [c for c in self.chunks if c.samples]

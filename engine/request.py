@@ -1,0 +1,55 @@
+"""A request and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """`computed` counts tokens scheduled, `in_flight` tokens sampled on the device that the host has not read.
+
+    `tokens` are the known ones, prompt and output. Fields behind the blank line are the scheduler's.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    key: tuple[int, int] = (0, 0)  # the random stream, as two int32
+    eos_ids: frozenset[int] = frozenset()  # empty under ignore_eos
+    priority: int = 0  # smaller goes first, under the priority policy
+    arrival: int = 0  # order of arrival, unique
+    cache_salt: str | None = None
+    index: int = 0  # which of n samples
+    first: Request | None = None  # the sibling that computes the prompt for all n
+
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    row: int | None = None  # None: not running
+    blocks: list[list[int]] = field(default_factory=list)  # one block table a cache group
+    hashes: list[bytes] = field(default_factory=list)
+    registered: int = 0
+    num_cached: int | None = None  # tokens hit at the first admission
+    preemptions: int = 0
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known and in flight."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Output tokens at most; None: as many as max_model_len leaves room for."""
+        return self.params.max_tokens

@@ -1,0 +1,210 @@
+"""The vocabulary: every type that crosses from one room into another. No jax, no torch.
+
+Letters: T tokens of a step, S sequences of a step, R rows (sequences) that are sampled, A rows that are admitted,
+L max_model_len, E embed, K kv heads, G query heads a kv head, D head dim, F mlp, V vocabulary, N blocks,
+P block size (tokens), B width of a block table, X a small fused axis (q..q k v, or gate and up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Array = Any  # a jax.Array or a torch.Tensor: models never ask which
+LayerCache = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An array that does not exist yet. One tree of these serves loading, random init, sharding and the memory plan.
+
+    `axes` are logical names ("vocab", "kv_heads", "mlp", ...) or None; `sharding/rules.py` maps them to mesh axes.
+    `dtype` None means the dtype the model is run in. `init` is "normal", "ones", "zeros", or "host" for a value that
+    the checkpoint map itself holds. `product` is the einsum in which a weight is used: `ops.prepare` packs by it.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str | None = None
+    init: str = "normal"
+    product: str | None = None
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """Everything the device remembers between steps. Consumed and returned, never changed.
+
+    `groups[g][i]` holds the arrays of the i-th layer of cache group g. `rows` holds one row a running request, and one
+    more, the *scratch row* (the last), which takes what padding writes: `rows["tokens"]` is [max_num_seqs + 1, L].
+    """
+
+    groups: tuple[tuple[LayerCache, ...], ...]
+    rows: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One ragged, padded step as the host knows it: who, how many tokens each, which blocks. No token, no position.
+
+    `num_tokens` (T) and `decode` are static: no array here has a T axis, so the shape of a step must be said.
+    `decode` promises at most one token a sequence. `extra` is declared by the ModelSpec; empty for text.
+    """
+
+    rows_S: Array
+    query_starts_S1: Array  # cu_seqlens in flash-attention
+    block_tables: tuple[Array, ...]  # [S, B], one a cache group
+    num_tokens: int
+    decode: bool
+    extra: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary table for the tokens of one step, and the frequencies it was made from."""
+
+    inv_freq_D: Array  # [D / 2], float32
+    cos_TD: Array  # [T, D / 2]
+    sin_TD: Array
+
+
+@dataclass(frozen=True)
+class Step:
+    """StepInput seen from inside, for one cache group: everything derived from CacheState.rows."""
+
+    token_ids_T: Array
+    positions_T: Array
+    seq_ids_T: Array
+    is_real_T: Array
+    blocks_T: Array  # where the token's k and v go; padding goes to block 0
+    offsets_T: Array
+    lengths_S: Array  # tokens in the cache after this step
+    query_starts_S1: Array
+    block_tables_SB: Array
+    decode: bool
+    ropes: dict[str, Rope]
+    extra: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which hidden rows become tokens of which cache rows. One hidden row may feed several (n > 1)."""
+
+    hidden_R: Array  # index into the hidden rows that forward returned
+    rows_R: Array  # cache row; padding names the scratch row
+    variant: str  # static: one of sampling.VARIANTS
+    num_logprobs: int = -1  # static: how many top logprobs; -1: none at all
+    digest: bool = False  # static: also hash the logits, for the step log
+    mask_RV: Array | None = None  # grammar; True = allowed. Known late, and only the head waits for it
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the head hands to the host. The fields that nobody asked for are None."""
+
+    token_ids_R: Array
+    logprobs_R: Array | None = None  # of the sampled token, from the raw logits
+    ranks_R: Array | None = None  # 1 = most likely
+    top_ids_RN: Array | None = None
+    top_logprobs_RN: Array | None = None
+    digests_R: Array | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer asks of attention. Static; its arrays (sinks, frequencies) travel with the weights."""
+
+    num_kv_heads: int
+    group_size: int  # query heads a kv head
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int | None = None  # tokens a query sees, itself included
+    softcap: float | None = None
+    rope: str | None = "rope"  # which table of Step.ropes; None: positions are not rotated in
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor and the einops pattern that brings it to our axes."""
+
+    name: str
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """Parts concatenated along `axis` into one weight. The loader's only verb."""
+
+    parts: tuple[Part, ...]
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a block table, because they forget alike."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model is a config, specs of its weights, cache groups, a checkpoint map, and three pure functions.
+
+    `weights` is a dict with at least "layers" (a list, one dict a layer) and "ropes" (name -> frequencies).
+    `checkpoint` is the same tree with a Fuse, or for init "host" a numpy array, at each leaf.
+
+    embed(weights, step, ops) -> x_TE
+    layer(layer_weights, layer_cache, x_TE, step, attention_spec, ops, layout) -> (x_TE, layer_cache)
+    unembed(weights, x_RE, ops) -> logits_RV, float32
+    """
+
+    name: str
+    config: Any
+    vocab_size: int
+    max_model_len: int  # the longest context that the checkpoint's config promises
+    weights: dict[str, Any]
+    checkpoint: dict[str, Any]
+    pattern_sizes: Mapping[str, int]  # letters of the einops patterns that shapes alone do not fix
+    groups: tuple[CacheGroup, ...]
+    attention: tuple[AttentionSpec, ...]  # one a layer
+    embed: Callable[..., Array]
+    layer: Callable[..., tuple[Array, LayerCache]]
+    unembed: Callable[..., Array]
+    extra: Mapping[str, ArraySpec] = field(default_factory=dict)
+
+
+class CacheLayout(Protocol):
+    """How keys and values lie in the cache: a frozen value without arrays. A new one is a file of under 50 lines."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
+        """The arrays of one layer. dtype None is the cache dtype."""
+        ...
+
+    def attention(
+        self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
+    ) -> tuple[Array, LayerCache]:
+        """parts: q [T, K, G, D], k and v [T, K, D], before rope. Returns [T, K, G, Dv] and the new cache."""
+        ...
+
+
+def map_tree(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """f over the leaves of dicts, tuples and lists; everything else is a leaf. `others` may hold more than `tree`."""
+    if isinstance(tree, dict):
+        return {k: map_tree(f, v, *(o[k] for o in others)) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tree(f, v, *(o[i] for o in others)) for i, v in enumerate(tree))
+    return f(tree, *others)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of dicts, tuples and lists, in order."""
+    if isinstance(tree, dict):
+        return [x for v in tree.values() for x in leaves(v)]
+    if isinstance(tree, list | tuple):
+        return [x for v in tree for x in leaves(v)]
+    return [tree]

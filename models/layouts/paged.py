@@ -1,0 +1,46 @@
+"""Keys and values in blocks of tokens. A layout is a physical order; attention is told it as an einops-like string."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..interface import Array, ArraySpec, AttentionSpec, LayerCache, Step
+
+
+@dataclass(frozen=True)
+class TokenMajor:
+    """[N, P, K, D], as vLLM's flash backend: a token's heads lie together."""
+
+    block_size: int = 16
+    order: ClassVar[str] = "n p k d"
+
+    def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
+        """One array for keys and one for values, in the cache dtype."""
+        size = {"n": num_blocks, "p": self.block_size, "k": attention.num_kv_heads}
+        axes = tuple({"k": "kv_heads", "n": "blocks"}.get(a) for a in self.order.split())
+
+        def array(dim: int) -> ArraySpec:
+            return ArraySpec(tuple((size | {"d": dim})[a] for a in self.order.split()), axes, None, "zeros")
+
+        return {"k": array(attention.k_dim), "v": array(attention.v_dim)}
+
+    def attention(
+        self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
+    ) -> tuple[Array, LayerCache]:
+        """Rope, write, then attend: every row's keys are in the cache before any row reads."""
+        rope = (lambda x: x) if spec.rope is None else (lambda x: ops.rope(x, step.ropes[spec.rope]))
+        cache = self.write(ops, cache, {"k": rope(parts["k"]), "v": parts["v"]}, step)
+        return ops.attention(rope(parts["q"]), cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
+
+    def write(self, ops: Any, cache: LayerCache, new: dict[str, Array], step: Step) -> LayerCache:
+        """The step's keys and values put at their slots."""
+        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in self.order.split()[:-1])
+        return {name: ops.scatter(cache[name], at, new[name]) for name in cache}
+
+
+@dataclass(frozen=True)
+class HeadMajor(TokenMajor):
+    """[N, K, P, D]: a head's keys of one block lie together."""
+
+    order: ClassVar[str] = "n k p d"

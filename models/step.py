@@ -1,0 +1,110 @@
+"""The programs that run on the device. Pure: state in, state out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from . import sampling as sampler
+from .interface import Array, CacheLayout, CacheState, ModelSpec, Output, Rope, Sampling, Step, StepInput, map_tree
+
+
+def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
+    """Positions, ids and slots of a step's tokens, from what the rows know. So the host may plan ahead of its tokens."""
+    xp, starts, table = ops.xp, inputs.query_starts_S1, inputs.block_tables[group]
+    token_T = ops.arange(inputs.num_tokens, like=starts)
+    seq_T = xp.clip(xp.searchsorted(starts[1:], token_T, side="right"), 0, table.shape[0] - 1)
+    real_T = token_T < starts[-1]
+    computed_S = rows["num_computed"][inputs.rows_S]
+    pos_T = xp.where(real_T, computed_S[seq_T] + token_T - starts[seq_T], 0)
+    return Step(
+        token_ids_T=xp.where(real_T, rows["tokens"][inputs.rows_S[seq_T], pos_T], 0),
+        positions_T=pos_T,
+        seq_ids_T=seq_T,
+        is_real_T=real_T,
+        blocks_T=xp.where(real_T, table[seq_T, pos_T // block_size], 0),
+        offsets_T=pos_T % block_size,
+        lengths_S=computed_S + starts[1:] - starts[:-1],
+        query_starts_S1=starts,
+        block_tables_SB=table,
+        decode=inputs.decode,
+        ropes=ropes,
+        extra=inputs.extra,
+    )
+
+
+def derive_all(weights: dict, cache: CacheState, inputs: StepInput, model: ModelSpec, block_size: int, ops: Any):
+    """One Step a cache group; they share everything but blocks."""
+    steps = [derive(cache.rows, inputs, g, block_size, {}, ops) for g in range(len(model.groups))]
+    ropes = {name: Rope(f, *ops.rope_table(steps[0].positions_T, f)) for name, f in weights["ropes"].items()}
+    return [replace(step, ropes=ropes) for step in steps]
+
+
+def forward(
+    weights: dict,
+    cache: CacheState,
+    inputs: StepInput,
+    *,
+    ops: Any,
+    model: ModelSpec,
+    layout: CacheLayout,
+    max_num_seqs: int,
+) -> tuple[Array, CacheState]:
+    """Runs the layers on one step. Returns the last hidden row of each sequence and the cache.
+
+    The hidden rows are padded to [max_num_seqs, E], so that the head's shapes do not depend on the step's.
+    """
+    xp = ops.xp
+    steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
+    ops = ops.for_step(steps)
+    x_TE = model.embed(weights, steps[0], ops)
+    home = {layer: (g, i) for g, group in enumerate(model.groups) for i, layer in enumerate(group.layers)}
+    groups = [list(group) for group in cache.groups]
+    for n, w in enumerate(weights["layers"]):
+        g, i = home[n]
+        x_TE, groups[g][i] = model.layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
+    last_S = xp.clip(inputs.query_starts_S1[1:] - 1, 0, inputs.num_tokens - 1)
+    last_R = last_S[xp.clip(ops.arange(max_num_seqs, like=last_S), 0, last_S.shape[0] - 1)]
+    computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
+    return x_TE[last_R], CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
+
+
+def head(
+    weights: dict, rows: dict[str, Array], hidden_RE: Array, sampling: Sampling, *, ops: Any, model: ModelSpec
+) -> tuple[Output, dict[str, Array]]:
+    """Turns hidden rows into tokens and appends them to rows["tokens"], at num_computed."""
+    logits_RV = model.unembed(weights, hidden_RE[sampling.hidden_R], ops)
+    output = sampler.sample(logits_RV, rows, sampling, ops)
+    at = (sampling.rows_R, rows["num_computed"][sampling.rows_R])
+    return output, rows | {"tokens": ops.scatter(rows["tokens"], at, output.token_ids_R)}
+
+
+def set_rows(rows: dict[str, Array], at_A: Array, values: dict[str, Array], *, ops: Any) -> dict[str, Array]:
+    """Admits requests: their known tokens, hit length and sampling parameters. Padding names the scratch row.
+
+    A value may be narrower than its row (tokens of a short prompt): the rest of the row is not touched, and not read
+    before it is written.
+    """
+
+    def fill(old: Array, new: Array) -> Array:
+        if new.shape[1:] == old.shape[1:]:
+            return ops.scatter(old, (at_A,), new)
+        column_M = ops.arange(new.shape[1], like=at_A)
+        return ops.scatter(old, (at_A[:, None], column_M[None]), new)
+
+    return {name: fill(old, values[name]) for name, old in rows.items()}
+
+
+def move_blocks(groups: tuple, source: tuple[Array, ...], target: tuple[Array, ...], *, ops: Any) -> tuple:
+    """Copies blocks within each group, in every layer. All reads precede all writes, and a target occurs once.
+
+    Padding copies block 0 onto itself.
+    """
+    return tuple(
+        map_tree(lambda x, at=at, to=to: ops.scatter(x, (to,), x[at]), group)
+        for group, at, to in zip(groups, source, target, strict=True)
+    )
+
+
+def with_rows(cache: CacheState, rows: dict[str, Array]) -> CacheState:
+    return replace(cache, rows=rows)
