@@ -1,0 +1,84 @@
+"""What the engine asks of an array library. Two files implement it: backend_jax.py and backend_torch.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..models.interface import Array, ArraySpec
+
+BACKENDS = ("torch", "jax")  # in the order in which "auto" takes what is installed
+
+
+class Backend(Protocol):
+    """Places arrays, compiles programs, reads back. Programs consume the argument that `compile` names."""
+
+    name: str
+    ops: Any
+    eager: bool  # programs are not compiled: a shape costs nothing, so padding can be exact
+
+    def place(self, x: np.ndarray, spec: ArraySpec) -> Array:
+        """x on the device(s), in the dtype and sharding that spec says."""
+        ...
+
+    def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place, then ops.prepare: what einsum and embed accept."""
+        ...
+
+    def zeros(self, spec: ArraySpec) -> Array:
+        """An array of zeros made on the device."""
+        ...
+
+    def declare(self, name: str, specs: Any) -> None:
+        """Says how the argument of that name is sharded in every program. What is not declared is replicated."""
+        ...
+
+    def compile(
+        self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
+    ) -> Callable[..., Any]:
+        """fn, called with ops, as a program. The argument named by `consumes` is gone after a call."""
+        ...
+
+    def prefetch(self, x: Array) -> None:
+        """Starts copying x to the host."""
+        ...
+
+    def read(self, x: Array) -> np.ndarray:
+        """A copy of x on the host; waits for it."""
+        ...
+
+    def read_tree(self, tree: Any) -> Any:
+        """read over the leaves of a tree."""
+        ...
+
+    def num_compiles(self) -> int:
+        """Programs compiled so far in this process."""
+        ...
+
+
+def installed_backends() -> list[str]:
+    """The backends whose library can be imported, without importing it."""
+    return [name for name in BACKENDS if importlib.util.find_spec(name)]
+
+
+def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend of that name; "auto" takes torch if it is installed, else jax."""
+    found = installed_backends()
+    if name == "auto":
+        if not found:
+            raise ValueError("no backend is installed: pip install 'octavo[torch]' or 'octavo[jax]'")
+        name = found[0]
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(BACKENDS)}")
+    if name not in found:
+        raise ValueError(f"backend {name!r} is not installed: pip install 'octavo[{name}]'")
+    if name == "jax":
+        from .backend_jax import JaxBackend
+
+        return JaxBackend(**(options or {}))
+    from .backend_torch import TorchBackend
+
+    return TorchBackend(**(options or {}))

@@ -1,0 +1,137 @@
+"""Lays plans out as padded numpy arrays. The only index building on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..models.interface import Sampling, StepInput
+from ..models.sampling import MAX_STOP_IDS, PARAMS
+from .plan import Admission, Plan, Transfer
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The chains of padded sizes: every program the engine may run. Each ends with the largest size there is."""
+
+    seqs: tuple[int, ...]  # of a decode step, where tokens = sequences
+    tokens: tuple[int, ...]  # of a mixed step, where sequences = max_num_seqs
+    widths: tuple[int, ...]  # of block tables, in blocks
+    sampled: tuple[int, ...]  # rows of the head
+    admitted: tuple[int, ...]  # rows of set_rows
+    known: tuple[int, ...]  # tokens a row of set_rows brings
+    moved: tuple[int, ...]  # blocks of move_blocks
+    logprobs: tuple[int, ...]  # -1 none, 0 the sampled one, then how many of the top
+
+    @staticmethod
+    def chain(
+        max_num_seqs: int,
+        budget: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        max_logprobs: int = 20,
+        exact: bool = False,
+    ) -> Shapes:
+        """`exact` is for backends that compile nothing: sizes then follow the work closely."""
+        blocks = -(-max_model_len // block_size)
+        return Shapes(
+            seqs=tuple(range(1, max_num_seqs + 1)) if exact else powers(2, max_num_seqs),
+            tokens=tuple(range(8, budget, 8)) + (budget,) if exact else powers(4, budget, 32),
+            widths=powers(2 if exact else 4, blocks, 8),
+            sampled=tuple(range(1, max_num_seqs + 1)) if exact else powers(4, max_num_seqs),
+            admitted=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
+            known=powers(8, max_model_len, 256),
+            moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
+            logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
+        )
+
+
+def powers(factor: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """smallest, smallest * factor, ... below largest, then largest itself."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return (*sizes, largest)
+
+
+def at_least(sizes: tuple[int, ...], n: int) -> int:
+    """The smallest size of the chain that n fits in."""
+    return next(s for s in sizes if s >= n)
+
+
+def padded(values: Sequence[int], size: int, fill: int) -> np.ndarray:
+    """values as int32 [size], the rest filled."""
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_size: int) -> StepInput:
+    """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
+
+    Fresh arrays each time: JAX on a CPU may alias them until the step has run.
+    """
+    scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
+    decode = max(counts) == 1
+    seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
+    tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
+    longest = max(c.start + c.num_tokens for c in plan.chunks)
+    width = at_least(shapes.widths, -(-longest // block_size))
+    rows = padded([c.row for c in plan.chunks], seqs, scratch)
+    starts = np.zeros(seqs + 1, np.int32)
+    np.cumsum(padded(counts, seqs, 0), out=starts[1:])
+    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode)
+
+
+def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask: np.ndarray | None = None) -> Sampling:
+    """Which hidden rows the head samples. `mask` has one row a sampled chunk; padding allows everything."""
+    at = [i for i, c in enumerate(plan.chunks) if c.samples]
+    size = at_least(shapes.sampled, len(at))
+    if mask is not None:
+        mask = np.concatenate([mask, np.ones((size - len(at), mask.shape[1]), bool)])
+    return Sampling(
+        padded(at, size, 0),
+        padded([plan.chunks[i].row for i in at], size, scratch),
+        plan.variant,
+        at_least(shapes.logprobs, plan.num_logprobs),
+        digest,
+        mask,
+    )
+
+
+def row_values(admitted: Sequence[Admission], shapes: Shapes, scratch: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """What set_rows writes: the rows, and a value for each of sampling.row_specs."""
+    size = at_least(shapes.admitted, len(admitted))
+    known = at_least(shapes.known, max(len(a.tokens) for a in admitted))
+    values = {
+        "tokens": np.zeros((size, known), np.int32),
+        "num_computed": padded([a.num_computed for a in admitted], size, 0),
+        "prompt_len": padded([a.prompt_len for a in admitted], size, 0),
+        "keys": np.zeros((size, 2), np.int32),
+        "params": np.zeros((size, len(PARAMS)), np.float32),
+        "min_tokens": padded([a.min_tokens for a in admitted], size, 0),
+        "stop_ids": np.zeros((size, MAX_STOP_IDS), np.int32),
+    }
+    for i, a in enumerate(admitted):
+        values["tokens"][i, : len(a.tokens)] = a.tokens
+        values["keys"][i], values["params"][i] = a.key, a.params
+        if a.stop_ids:
+            values["stop_ids"][i] = a.stop_ids[0]
+            values["stop_ids"][i, : len(a.stop_ids)] = a.stop_ids
+    return padded([a.row for a in admitted], size, scratch), values
+
+
+def move_input(
+    transfers: Sequence[Transfer], num_groups: int, shapes: Shapes
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Source and target blocks, one array a cache group; padding copies the null block onto itself."""
+    pairs = [[(t.source, t.target) for t in transfers if t.group == g] for g in range(num_groups)]
+    size = at_least(shapes.moved, max(map(len, pairs)))
+    source, target = (tuple(padded([p[i] for p in ps], size, 0) for ps in pairs) for i in (0, 1))
+    return source, target

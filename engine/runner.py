@@ -1,0 +1,191 @@
+"""Weights, the one live CacheState, and the compiled programs. launch() returns before the device is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..models import step
+from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Output, map_tree
+from ..models.sampling import PARAMS, VARIANTS, row_specs
+from .backend import Backend
+from .batch import Shapes, move_input, row_values, sampling_input, step_input
+from .plan import Admission, Chunk, Plan, TableWrite, Transfer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step sampled, on the host; one entry a sampled chunk. Logprobs are there if the plan asked for them."""
+
+    token_ids: list[int]
+    logprobs: np.ndarray | None = None  # [R], of the sampled tokens
+    ranks: np.ndarray | None = None
+    top_ids: np.ndarray | None = None  # [R, N]
+    top_logprobs: np.ndarray | None = None
+    digests: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A launched step whose result has not been read."""
+
+    plan: Plan
+    output: Output | None
+    backend: Backend
+
+    def result(self) -> StepResult:
+        """Waits for the step and reads it."""
+        if self.output is None:
+            return StepResult([])
+        count, o = len(self.plan.sampled), self.output
+
+        def read(x: Array | None) -> Any:
+            return None if x is None else self.backend.read(x)[:count]
+
+        digests = read(o.digests_R)
+        return StepResult(
+            read(o.token_ids_R).tolist(),
+            read(o.logprobs_R),
+            read(o.ranks_R),
+            read(o.top_ids_RN),
+            read(o.top_logprobs_RN),
+            None if digests is None else digests.tolist(),
+        )
+
+
+def cache_specs(
+    model: ModelSpec, layout: CacheLayout, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
+) -> CacheState:
+    """The ArraySpecs of a whole CacheState, in its own shape."""
+    groups = tuple(
+        tuple(layout.spec(model.attention[i], n) for i in group.layers)
+        for n, group in zip(num_blocks, model.groups, strict=True)
+    )
+    return CacheState(groups, row_specs(max_num_seqs + 1, max_model_len))
+
+
+def empty_cache(specs: CacheState, backend: Backend) -> CacheState:
+    """A CacheState of zeros on the device."""
+    return CacheState(map_tree(backend.zeros, specs.groups), map_tree(backend.zeros, specs.rows))
+
+
+class Runner:
+    """Owns what lives on the device. Everything it is told comes in a Plan."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: ModelSpec,
+        layout: CacheLayout,
+        weights: dict[str, Any],
+        *,
+        num_blocks: Sequence[int],
+        max_num_seqs: int,
+        max_model_len: int,
+        shapes: Shapes,
+        digest: bool = False,
+    ):
+        self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
+        self.block_size, self.scratch = layout.block_size, max_num_seqs
+        self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
+        for name, specs in (
+            ("weights", model.weights),
+            ("cache", self.specs),
+            ("rows", self.specs.rows),
+            ("groups", self.specs.groups),
+        ):
+            backend.declare(name, specs)
+        forward = partial(step.forward, model=model, layout=layout, max_num_seqs=max_num_seqs)
+        head, compile = partial(step.head, model=model), backend.compile
+        self.forward = compile(forward, ("weights", "cache", "inputs"), ("hidden", "cache"), "cache")
+        self.head = compile(head, ("weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows")
+        self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
+        self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts from an empty cache."""
+        self.cache = empty_cache(self.specs, self.backend)
+        self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
+
+    def launch(self, plan: Plan, mask: np.ndarray | None = None) -> Pending:
+        """Starts one step. Programs run in stream order, so all that was launched before has then been written."""
+        return self.launch_head(plan, self.launch_forward(plan), mask)
+
+    def launch_forward(self, plan: Plan) -> Array:
+        """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants."""
+        self._admit(plan.admitted)
+        self._write_tables(plan.table_writes)
+        self._move(plan.transfers)
+        inputs = step_input(plan, self.tables, self.shapes, self.block_size)
+        hidden, self.cache = self.forward(self.weights, self.cache, inputs)
+        return hidden
+
+    def launch_head(self, plan: Plan, hidden: Array, mask: np.ndarray | None = None) -> Pending:
+        """Samples. Apart from the forward, so that a grammar mask (one row a sampled chunk) delays this half alone."""
+        if not plan.sampled:
+            return Pending(plan, None, self.backend)
+        sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask)
+        output, rows = self.head(self.weights, self.cache.rows, hidden, sampling)
+        self.cache = step.with_rows(self.cache, rows)
+        for x in vars(output).values():
+            if x is not None:
+                self.backend.prefetch(x)
+        return Pending(plan, output, self.backend)
+
+    def _admit(self, admitted: Sequence[Admission]) -> None:
+        if not admitted:
+            return
+        for a in admitted:
+            for table in self.tables:
+                table[a.row] = 0
+        at, values = row_values(admitted, self.shapes, self.scratch)
+        self.cache = step.with_rows(self.cache, self.set_rows(self.cache.rows, at, values))
+
+    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
+        for w in writes:
+            self.tables[w.group][w.row, w.index : w.index + len(w.blocks)] = w.blocks
+
+    def _move(self, transfers: Sequence[Transfer]) -> None:
+        if transfers:
+            source, target = move_input(transfers, len(self.tables), self.shapes)
+            self.cache = CacheState(self.move_blocks(self.cache.groups, source, target), self.cache.rows)
+
+    def warm_up(self) -> int:
+        """Runs every program of the chains once on padding: null block, scratch row. Returns how many it compiled.
+
+        Logprobs over the whole vocabulary are left out: they are compiled when first asked for.
+        """
+        before, scratch, shapes = self.backend.num_compiles(), self.scratch, self.shapes
+        for n in shapes.admitted:
+            for known in shapes.known:
+                self._admit((self._filler(known),) * n)
+        for n in shapes.moved:
+            self._move([Transfer(g, 0, 0) for g in range(len(self.tables)) for _ in range(n)])
+        hidden = None
+        for width in shapes.widths:
+            room = width * self.block_size
+            for n in shapes.seqs:
+                hidden = self._warm_forward([1] * n, room)
+            for n in shapes.tokens:
+                if n <= room * scratch:
+                    hidden = self._warm_forward([room] * (n // room) + [n % room] * (n % room > 0), room)
+        for n in shapes.sampled:
+            for variant in VARIANTS:
+                for k in shapes.logprobs[:-1]:
+                    chunks = (Chunk("", scratch, 0, 1, True),) * n
+                    self.launch_head(Plan(0, chunks, variant=variant, num_logprobs=k), hidden)
+        self._admit((self._filler(1),))
+        return self.backend.num_compiles() - before
+
+    def _filler(self, known: int) -> Admission:
+        return Admission(self.scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))
+
+    def _warm_forward(self, counts: list[int], room: int) -> Array:
+        """One forward over sequences of these many tokens, with a block table as wide as `room` tokens need."""
+        self._admit((self._filler(1),))
+        return self.launch_forward(Plan(0, tuple(Chunk("", self.scratch, room - n, n, True) for n in counts)))
