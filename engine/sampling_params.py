@@ -1,0 +1,256 @@
+"""What a user may ask of one request, checked. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+from ..models.sampling import MAX_STOP_IDS, PARAMS
+from .errors import check_names
+
+log = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5  # temperatures under it mean greedy
+MIN_TEMPERATURE = 0.01  # smaller ones overflow what follows, and are raised to it
+MAX_N = 16384
+HINTS = {
+    "max_new_tokens": "it is called max_tokens here",
+    "sampling_seed": "it is called seed here",
+    "best_of": "it is gone; use n",
+    "use_beam_search": "it is gone, and beam search is not supported",
+    "guided_decoding": "it is called structured_outputs now",
+    "logits_processors": "processors for one request are not supported",
+}
+
+
+class RequestOutputKind(Enum):
+    """What an output holds: all so far, what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled, when it stops, and what it returns.
+
+    Normalised: `stop` and `stop_token_ids` are tuples without repetition, `seed` -1 is None, `top_k` -1 is 0,
+    temperatures under 1e-5 are 0 (greedy, without truncation), and those under 0.01 are raised to it.
+
+    Raises ValueError for a value out of range, UnknownArgumentError for an unknown name, NotImplementedError for a
+    field of NOT_YET that is set to anything but its default.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn by the engine
+    max_tokens: int | None = 16  # None: as many as max_model_len leaves room for
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many of the most likely beside the sampled one; -1: the whole vocabulary
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: Sequence[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    structured_outputs: Any = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    extra_args: Mapping[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    trace_decode_token_ids: Sequence[int] | None = None
+    routed_experts_prompt_start: int | None = None
+    stream_interval: int | None = None
+
+    def __new__(cls, **names: Any) -> SamplingParams:
+        check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_supported()
+        self._set(**_stopping(self), **_randomness(self), **_returning(self))
+        if self.temperature == 0:
+            self._set(top_p=1.0, top_k=0, min_p=0.0)
+            if self.n > 1:
+                raise ValueError(f"n {self.n} at temperature 0: greedy samples would all be equal, so n must be 1")
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_supported(self) -> None:
+        for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
+            _number(name, getattr(self, name), low, high)
+        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True, open_high=True)
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in NOT_YET:
+            value = getattr(self, name)
+            if value != defaults[name] and not (value == [] and name == "bad_words"):
+                raise NotImplementedError(f"sampling parameter {name}={value!r} is not supported yet")
+
+    @property
+    def variant(self) -> str:
+        """The smallest head (of sampling.VARIANTS) that can serve this request."""
+        if self.min_tokens:
+            return "penalties"
+        if (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+            return "truncate"
+        return "sample" if self.temperature else "greedy"
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many top logprobs the device returns; -1: none. Only a resolved value can mean the whole vocabulary."""
+        if self.logprobs == -1:
+            raise ValueError("logprobs -1 is the whole vocabulary, whose size only resolve() knows")
+        return -1 if self.logprobs is None else self.logprobs
+
+    def row(self) -> tuple[float, ...]:
+        """What the device keeps of it, in the order of sampling.PARAMS."""
+        return tuple(float(getattr(self, name)) for name in PARAMS)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    def resolve(
+        self, vocab_size: int, max_logprobs: int, *, has_tokenizer: bool = True, eos_ids: Collection[int] = ()
+    ) -> SamplingParams:
+        """The same as one engine understands it: logprobs -1 becomes vocab_size, no tokenizer means no text.
+
+        Raises ValueError for what this engine cannot serve. max_logprobs -1 allows the whole vocabulary.
+        """
+        wrong = [i for i in self.stop_token_ids if i >= vocab_size]
+        if wrong:
+            raise ValueError(f"stop_token_ids {wrong} are outside the vocabulary, 0 to {vocab_size - 1}")
+        if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) > MAX_STOP_IDS:
+            count = len({*self.stop_token_ids, *eos_ids})
+            raise ValueError(f"min_tokens can hold back {MAX_STOP_IDS} stop ids, not {count} (end-of-text ids included)")
+        if self.stop and not has_tokenizer:
+            raise ValueError(f"stop {list(self.stop)} needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+        logprobs = vocab_size if self.logprobs == -1 else self.logprobs
+        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+        if logprobs is not None and logprobs > limit:
+            raise ValueError(
+                f"logprobs {self.logprobs} asks for {logprobs} a token, more than {limit} (max_logprobs {max_logprobs}, "
+                f"vocabulary {vocab_size})"
+            )
+        return self.clone(logprobs=logprobs, detokenize=self.detokenize and has_tokenizer)
+
+
+NOT_YET = tuple(f.name for f in fields(SamplingParams))[list(SamplingParams.__annotations__).index("output_kind") :]
+
+
+def request_key(seed: int, index: int = 0) -> tuple[int, int]:
+    """The random stream of the index-th of n samples: two words as int32. Sample i of seed s is sample 0 of s + i."""
+    digest = hashlib.sha256(f"{seed + index}".encode()).digest()
+    return _word(digest[:4]), _word(digest[4:8])
+
+
+def _word(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _randomness(p: SamplingParams) -> dict[str, Any]:
+    """The fields that say how a token is drawn, checked and normalised."""
+    temperature = _number("temperature", p.temperature, 0, 2)
+    if temperature < GREEDY_BELOW:
+        temperature = 0.0
+    elif temperature < MIN_TEMPERATURE:
+        log.warning("temperature %g is raised to %g: smaller ones are not stable", temperature, MIN_TEMPERATURE)
+        temperature = MIN_TEMPERATURE
+    seed = None if p.seed is None else _integer("seed", p.seed, -(2**63), 2**63 - 1)
+    return {
+        "n": _integer("n", p.n, 1, MAX_N),
+        "temperature": temperature,
+        "top_p": _number("top_p", p.top_p, 0, 1, open_low=True),
+        "top_k": max(0, _integer("top_k", p.top_k, -1, math.inf)),
+        "min_p": _number("min_p", p.min_p, 0, 1),
+        "seed": None if seed == -1 else seed,
+    }
+
+
+def _stopping(p: SamplingParams) -> dict[str, Any]:
+    """The fields that say when a request ends."""
+    max_tokens = None if p.max_tokens is None else _integer("max_tokens", p.max_tokens, 1, math.inf)
+    stop = _sequence("stop", (p.stop,) if isinstance(p.stop, str) else p.stop)
+    for s in stop:
+        if not isinstance(s, str) or not s:
+            raise ValueError(f"stop {s!r} is not a string of at least one character")
+    if stop and not p.detokenize:
+        raise ValueError(f"stop {list(stop)} is looked for in text, and detokenize is False")
+    ids = _sequence("stop_token_ids", p.stop_token_ids)
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": _integer("min_tokens", p.min_tokens, 0, math.inf if max_tokens is None else max_tokens),
+        "stop": tuple(dict.fromkeys(stop)),
+        "stop_token_ids": tuple(dict.fromkeys(_integer("stop_token_ids", i, 0, math.inf) for i in ids)),
+        "ignore_eos": _flag("ignore_eos", p.ignore_eos),
+    }
+
+
+def _returning(p: SamplingParams) -> dict[str, Any]:
+    """The fields that say what comes back."""
+    logprobs = {True: 1, False: None}[p.logprobs] if isinstance(p.logprobs, bool) else p.logprobs
+    flags = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+    return {"logprobs": None if logprobs is None else _integer("logprobs", logprobs, -1, math.inf)} | {
+        name: _flag(name, getattr(p, name)) for name in flags
+    }
+
+
+def _integer(name: str, value: Any, low: float, high: float) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} {value!r} is not a whole number {_range(low, high)}")
+    return int(value)
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> float:
+    """Value as a float, if it is a number between low and high; the open ends are not included. NaN is never."""
+    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (open_low and value == low) or (open_high and value == high):
+        above, below = ("more than " if open_low else "from "), (" to under " if open_high else " to ")
+        raise ValueError(f"{name} {value!r} is not a number {above}{low}{below}{high}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} {value!r} is not True or False")
+    return value
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} {value!r} is not a list")
+    return tuple(value)
+
+
+def _range(low: float, high: float) -> str:
+    return f"of at least {low}" if high == math.inf else f"from {low} to {high}"
