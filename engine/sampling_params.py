@@ -38,34 +38,10 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one request is sampled, when it stops, and what it returns.
+class NotYet:
+    """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
-    Normalised: `stop` and `stop_token_ids` are tuples without repetition, `seed` -1 is None, `top_k` -1 is 0,
-    temperatures under 1e-5 are 0 (greedy, without truncation), and those under 0.01 are raised to it.
-
-    Raises ValueError for a value out of range, UnknownArgumentError for an unknown name, NotImplementedError for a
-    field of NOT_YET that is set to anything but its default.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    seed: int | None = None  # None: drawn by the engine
-    max_tokens: int | None = 16  # None: as many as max_model_len leaves room for
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the most likely beside the sampled one; -1: the whole vocabulary
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -85,6 +61,35 @@ class SamplingParams:
     trace_decode_token_ids: Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None
     stream_interval: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(NotYet):
+    """How one request is sampled, when it stops, and what it returns.
+
+    Normalised: `stop` and `stop_token_ids` are tuples without repetition, `seed` -1 is None, `top_k` -1 is 0,
+    temperatures under 1e-5 are 0 (greedy, without truncation), and those under 0.01 are raised to it.
+
+    Raises ValueError for a value out of range, UnknownArgumentError for an unknown name, NotImplementedError for a
+    field of NotYet that is set to anything but its default.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn by the engine
+    max_tokens: int | None = 16  # None: as many as max_model_len leaves room for
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many of the most likely beside the sampled one; -1: the whole vocabulary
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __new__(cls, **names: Any) -> SamplingParams:
         check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
@@ -106,11 +111,10 @@ class SamplingParams:
         for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
             _number(name, getattr(self, name), low, high)
         _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True, open_high=True)
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in NOT_YET:
-            value = getattr(self, name)
-            if value != defaults[name] and not (value == [] and name == "bad_words"):
-                raise NotImplementedError(f"sampling parameter {name}={value!r} is not supported yet")
+        for f in fields(NotYet):
+            value = getattr(self, f.name)
+            if value != f.default and not (f.name == "bad_words" and value == []):
+                raise NotImplementedError(f"sampling parameter {f.name}={value!r} is not supported yet")
 
     @property
     def variant(self) -> str:
@@ -146,22 +150,19 @@ class SamplingParams:
         wrong = [i for i in self.stop_token_ids if i >= vocab_size]
         if wrong:
             raise ValueError(f"stop_token_ids {wrong} are outside the vocabulary, 0 to {vocab_size - 1}")
-        if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) > MAX_STOP_IDS:
-            count = len({*self.stop_token_ids, *eos_ids})
-            raise ValueError(f"min_tokens can hold back {MAX_STOP_IDS} stop ids, not {count} (end-of-text ids included)")
+        count = len({*self.stop_token_ids, *eos_ids})
+        if self.min_tokens and count > MAX_STOP_IDS:
+            raise ValueError(f"min_tokens can hold back {MAX_STOP_IDS} stop ids, end-of-text included, not {count}")
         if self.stop and not has_tokenizer:
             raise ValueError(f"stop {list(self.stop)} needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         logprobs = vocab_size if self.logprobs == -1 else self.logprobs
         limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         if logprobs is not None and logprobs > limit:
             raise ValueError(
-                f"logprobs {self.logprobs} asks for {logprobs} a token, more than {limit} (max_logprobs {max_logprobs}, "
-                f"vocabulary {vocab_size})"
+                f"logprobs {self.logprobs} asks for {logprobs} a token: more than {limit}, which max_logprobs "
+                f"{max_logprobs} and a vocabulary of {vocab_size} allow"
             )
         return self.clone(logprobs=logprobs, detokenize=self.detokenize and has_tokenizer)
-
-
-NOT_YET = tuple(f.name for f in fields(SamplingParams))[list(SamplingParams.__annotations__).index("output_kind") :]
 
 
 def request_key(seed: int, index: int = 0) -> tuple[int, int]:
