@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +41,14 @@ class Backend(Protocol):
         self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
     ) -> Callable[..., Any]:
         """fn, called with ops, as a program. The argument named by `consumes` is gone after a call."""
+        ...
+
+    def consume(self, tree: Any) -> Any:
+        """The tree's arrays under new names, the old ones made unusable. For code that runs outside `compile`."""
+        ...
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What such code runs in: torch's inference mode."""
         ...
 
     def prefetch(self, x: Array) -> None:

@@ -1,0 +1,146 @@
+"""generate() for a whole batch as one program, for those who bring their own loop.
+
+In JAX everything here can be called inside a `jax.jit` of one's own; the loop over tokens is then a `lax.while_loop`.
+In torch the same lines run eagerly. Greedy and seeded tokens are those of `LLM.generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..models import step
+from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Sampling, StepInput
+from ..models.sampling import MAX_STOP_IDS, VARIANTS
+from .backend import Backend
+from .runner import cache_specs, empty_cache
+from .sampling_params import SamplingParams, request_key
+
+
+class Generated(NamedTuple):
+    """A pytree. `token_ids_SM` and `logprobs_SM` are valid up to `num_tokens_S`, an end-of-sequence id included."""
+
+    token_ids_SM: Array  # int32, M = max_tokens
+    logprobs_SM: Array  # float32, of the raw distribution
+    num_tokens_S: Array
+    cache: CacheState
+
+
+def init_cache(
+    model: ModelSpec, backend: Backend, layout: CacheLayout, num_seqs: int, max_prompt_len: int, max_tokens: int
+) -> CacheState:
+    """An empty cache with room for num_seqs sequences of max_prompt_len + max_tokens tokens, each with its own blocks."""
+    length = max_prompt_len + max_tokens
+    blocks = 1 + num_seqs * -(-length // layout.block_size)
+    return empty_cache(cache_specs(model, layout, [blocks] * len(model.groups), num_seqs, length), backend)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [S, longest] int32, lengths [S] int32) of a list of prompts."""
+    if not prompts or not all(len(p) for p in prompts):
+        raise ValueError("every prompt needs at least one token")
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    ids = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return ids, lengths
+
+
+def sampling_columns(params: SamplingParams | Sequence[SamplingParams], num_seqs: int) -> dict[str, np.ndarray]:
+    """The rows of CacheState.rows that sampling reads, for `generate(columns=...)`."""
+    params = [params] * num_seqs if isinstance(params, SamplingParams) else list(params)
+    if len(params) != num_seqs:
+        raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")
+    for p in params:
+        if p.stop or p.stop_token_ids or p.min_tokens or p.n != 1:
+            raise NotImplementedError("functional.generate takes no stop, stop_token_ids, min_tokens or n: use LLM.generate")
+    return {
+        "params": np.array([p.row() for p in params], np.float32),
+        "keys": np.array([request_key(p.seed or 0, 0) for p in params], np.int32),
+    }
+
+
+def generate(
+    weights: dict[str, Any],
+    cache: CacheState,
+    prompts_SL: Array,
+    lengths_S: Array,
+    max_tokens: int,
+    *,
+    model: ModelSpec,
+    backend: Backend,
+    layout: CacheLayout,
+    columns: dict[str, Array] | None = None,
+    variant: str = "greedy",
+    eos: int = -1,
+) -> Generated:
+    """Prompts to tokens, until every sequence has max_tokens or has sampled `eos` (-1: never).
+
+    prompts_SL and lengths_S are int32, as `pad_prompts` makes them; weights is the model's tree, in any values. Give
+    `variant` the largest of the params' (`SamplingParams.variant`). Consumes the cache: with JAX donate it, or keep it.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
+    seqs, longest = prompts_SL.shape
+    room = cache.rows["tokens"].shape[1]
+    if cache.rows["tokens"].shape[0] != seqs + 1 or longest + max_tokens > room:
+        raise ValueError(
+            f"the cache is for {cache.rows['tokens'].shape[0] - 1} sequences of {room} tokens, not for {seqs} of "
+            f"{longest} + {max_tokens}: make it with init_cache(..., {seqs}, {longest}, {max_tokens})"
+        )
+    with backend.scope():
+        return _generate(
+            weights, backend.consume(cache), prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos
+        )
+
+
+def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos):  # noqa: ANN001, ANN202
+    ops, xp = backend.ops, backend.ops.xp
+    seqs, longest = prompts_SL.shape
+    seq_S, scratch = ops.arange(seqs, like=lengths_S), seqs
+    width = -(-cache.rows["tokens"].shape[1] // layout.block_size)
+    tables = (1 + seq_S[:, None] * width + ops.arange(width, like=lengths_S)[None],) * len(model.groups)
+    cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, columns, ops))
+
+    def one_step(cache: CacheState, counts_S: Array, num_tokens: int, decode: bool):
+        starts_S1 = xp.concat([xp.zeros_like(counts_S[:1]), xp.astype(xp.cumulative_sum(counts_S, axis=0), xp.int32)])
+        inputs = StepInput(seq_S, starts_S1, tables, num_tokens, decode)
+        hidden, cache = step.forward(
+            weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=seqs
+        )
+        at = Sampling(seq_S, xp.where(counts_S > 0, seq_S, scratch), variant, num_logprobs=0)
+        output, rows = step.head(weights, cache.rows, hidden, at, ops=ops, model=model)
+        return step.with_rows(cache, rows), output.token_ids_R, output.logprobs_R
+
+    def body(state):
+        cache, alive_S, made_S, logprobs_SM, n = state
+        cache, ids_S, picked_S = one_step(cache, xp.astype(alive_S, xp.int32), seqs, True)
+        made_S = made_S + xp.astype(alive_S, xp.int32)
+        logprobs_SM = ops.scatter(logprobs_SM, (seq_S, seq_S * 0 + n), picked_S)
+        return cache, alive_S & (ids_S != eos), made_S, logprobs_SM, n + 1
+
+    def goes_on(state):
+        return xp.any(state[1]) & (state[4] < max_tokens)
+
+    cache, ids_S, picked_S = one_step(cache, lengths_S, seqs * longest, False)
+    column_M = ops.arange(max_tokens, like=lengths_S)
+    logprobs_SM = xp.where(column_M[None] == 0, picked_S[:, None], 0.0)
+    ones_S = xp.ones_like(lengths_S)
+    cache, _, made_S, logprobs_SM, _ = ops.loop(goes_on, body, (cache, ids_S != eos, ones_S, logprobs_SM, ones_S[0]))
+    place_SM = lengths_S[:, None] + column_M[None]
+    return Generated(cache.rows["tokens"][seq_S[:, None], place_SM], logprobs_SM, made_S, cache)
+
+
+def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict | None, ops: Any) -> dict:
+    xp, seq_S = ops.xp, ops.arange(lengths_S.shape[0], like=lengths_S)
+    zeros = {name: xp.zeros_like(rows[name][: lengths_S.shape[0]]) for name in ("keys", "params", "stop_ids")}
+    values = zeros | (columns or {}) | {
+        "tokens": prompts_SL,
+        "num_computed": xp.zeros_like(lengths_S),
+        "prompt_len": lengths_S,
+        "min_tokens": xp.zeros_like(lengths_S),
+    }
+    assert values["stop_ids"].shape[1] == MAX_STOP_IDS
+    return step.set_rows(rows, seq_S, values, ops=ops)
