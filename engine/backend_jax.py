@@ -1,0 +1,138 @@
+"""Runs the programs under jax.jit, the consumed argument donated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..kernels_pallas.ops import JaxOps
+from ..models.interface import ArraySpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
+
+STATIC = {StepInput: ("num_tokens", "decode"), Sampling: ("variant", "num_logprobs", "digest"), Step: ("decode",)}
+for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
+    _static = STATIC.get(_cls, ())
+    _names = [f.name for f in dataclasses.fields(_cls) if f.name not in _static]
+    jax.tree_util.register_dataclass(_cls, _names, list(_static))
+
+
+class CompileCounter:
+    """How many programs this process compiled, and how many of those the cache on disk already held."""
+
+    def __init__(self) -> None:
+        self.compiles = self.cache_hits = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration: float, **kwargs: Any) -> None:
+        self.compiles += event == "/jax/core/compile/backend_compile_duration"
+
+    def _on_event(self, event: str, **kwargs: Any) -> None:
+        self.cache_hits += event == "/jax/compilation_cache/cache_hits"
+
+
+@functools.cache
+def compile_counter() -> CompileCounter:
+    """The one of this process: JAX reports compiles to listeners that cannot be told apart by program."""
+    return CompileCounter()
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keeps every compiled program under `folder`, for the next process."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+class JaxBackend:
+    """Places arrays and compiles programs. `dtype` is that of weights whose spec names none."""
+
+    name = "jax"
+
+    def __init__(
+        self,
+        *,
+        dtype: str = "float32",
+        attention: str = "auto",
+        mode: str = "local",
+        rules: Mapping | None = None,
+        mesh: Any = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        if (mesh is None) != (mode == "local"):
+            raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
+        self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or {}, mesh
+        self.ops = JaxOps(mode, self.rules, mesh, attention)
+        self._specs: dict[str, Any] = {}
+        self._counter = compile_counter()
+        if cache_dir is not None:
+            use_compile_cache(cache_dir)
+
+    def spec(self, axes: tuple[str | None, ...]) -> jax.P:
+        """The mesh axes of an array with these logical axes."""
+        return jax.P(*(self.rules.get(axis) for axis in axes))
+
+    def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
+        """Where an array of that spec lies."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.NamedSharding(self.mesh, self.spec(spec.axes))
+
+    def declare(self, name: str, specs: Any) -> None:
+        """Says how the argument of that name is sharded in every program. What is not declared is replicated."""
+        self._specs[name] = jax.tree.map(
+            lambda s: self.spec(s.axes), specs, is_leaf=lambda s: isinstance(s, ArraySpec)
+        )
+
+    def place(self, x: np.ndarray, spec: ArraySpec) -> jax.Array:
+        """x on the device, in the spec's dtype. Never shares memory with x."""
+        # device_put keeps aligned numpy memory on a CPU (may_alias=False or not): hand it a copy that nobody else has
+        own = np.array(x, jnp.dtype(spec.dtype or self.dtype))
+        return jax.device_put(own, self.sharding(spec))
+
+    def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """x placed, then repacked as products like it."""
+        return self.ops.prepare(self.place(x, spec), spec)
+
+    def zeros(self, spec: ArraySpec) -> jax.Array:
+        """Zeros made on the device, each shard where it belongs."""
+        return _zeros(spec.shape, spec.dtype or self.dtype, self.sharding(spec))
+
+    def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
+        """fn(*args, ops=...) as a compiled program that takes `consumes` for good: its old value raises when touched."""
+        ins, out = ([self._specs.get(name, jax.P()) for name in names] for names in (args, outs))
+        out = tuple(out) if len(out) > 1 else out[0]
+        fn = functools.partial(fn, ops=self.ops)
+        options: dict[str, Any] = {"donate_argnums": args.index(consumes)}
+        if self.mode == "shard_map":
+            fn = jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(ins), out_specs=out, check_vma=False)
+        elif self.mode == "auto":
+            named = functools.partial(jax.tree.map, lambda p: jax.NamedSharding(self.mesh, p))
+            options |= {"in_shardings": tuple(map(named, ins)), "out_shardings": named(out)}
+        return jax.jit(fn, **options)
+
+    def prefetch(self, x: jax.Array) -> None:
+        """Starts copying x to the host."""
+        x.copy_to_host_async()
+
+    def read(self, x: jax.Array) -> np.ndarray:
+        """A copy of x on the host."""
+        return np.array(x)
+
+    def read_tree(self, tree: Any) -> Any:
+        """`read` over dicts, tuples and lists."""
+        return map_tree(self.read, tree)
+
+    def num_compiles(self) -> int:
+        """Programs compiled by this process so far, those loaded from the cache on disk included."""
+        return self._counter.compiles
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)

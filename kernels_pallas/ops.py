@@ -1,0 +1,164 @@
+"""The JAX op table. Collectives live here: `mode` says who moves data between shards.
+
+"local": one device. "shard_map": a step sees local shards, ops call psum and all_gather. "auto": ops annotate, the
+compiler moves. The same model lines run under all three.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .attention import AttentionOp
+from .noise import digest, gumbel
+
+Axes = tuple[str | None, ...]
+MODES = ("local", "shard_map", "auto")
+
+
+class JaxOps:
+    """Every op that models and layouts call. Frozen after construction; `for_step` returns a copy that knows the step.
+
+    `rules` maps a logical axis to a mesh axis (or several, or None); only `.get` is asked of it.
+    """
+
+    xp = jnp
+
+    def __init__(
+        self, mode: str = "local", rules: Mapping | None = None, mesh: Any = None, attention: str = "auto"
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
+        self.mode, self.rules, self.mesh = mode, rules or {}, mesh
+        self._attention = AttentionOp(attention, mode)
+
+    def for_step(self, steps: Sequence) -> JaxOps:
+        """The same ops, holding what attention derives once a step for all layers."""
+        ops = copy.copy(self)
+        ops._attention = self._attention.for_step(steps)
+        return ops
+
+    def attention(
+        self, q_TKGD: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any = None
+    ) -> jax.Array:
+        """Causal attention of the step's queries over their sequences' cached keys; [T, K, G, Dv].
+
+        `order` is the physical order of k and v: "n p k d" or "n k p d". `sinks` [K, G] are logits that take part in
+        the softmax's denominator alone.
+        """
+        return self._attention(q_TKGD, k, v, order, step, spec, sinks)
+
+    def constrain(self, x: jax.Array, now: Axes, then: Axes) -> jax.Array:
+        """x laid out as `then` says; `now` is how it lies."""
+        if self.mode == "auto":
+            spec = jax.P(*(self.rules.get(axis) for axis in then))
+            return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, spec))
+        if self.mode == "shard_map":
+            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
+                if self.rules.get(a) and not self.rules.get(b):
+                    x = jax.lax.all_gather(x, self.rules.get(a), axis=dim, tiled=True)
+        return x
+
+    def prepare(self, weight: jax.Array, spec: Any) -> jax.Array:
+        """The weight as `einsum` and `embed` like it best."""
+        return weight
+
+    def einsum(self, spec: str, x: jax.Array, w: jax.Array, out: Axes, reduce: str | None = None) -> jax.Array:
+        """The only matrix product. Multiplies in w's dtype, accumulates in float32, returns x's dtype.
+
+        `out` are the result's logical axes; `reduce` is the contracted axis if that one is sharded.
+        """
+        y = jnp.einsum(spec, x.astype(w.dtype), w, precision="highest", preferred_element_type=jnp.float32)
+        if self.mode == "shard_map" and reduce and self.rules.get(reduce):
+            y = jax.lax.psum(y, self.rules.get(reduce))
+        return self.constrain(y.astype(x.dtype), out, out)
+
+    def embed(self, table_VE: jax.Array, ids_T: jax.Array) -> jax.Array:
+        """Rows of the table, which may be sharded over "vocab"."""
+        name = self.rules.get("vocab")
+        if self.mode != "shard_map" or not name:
+            return self.constrain(table_VE[ids_T], (None, None), (None, None))
+        local_T = ids_T - jax.lax.axis_index(name) * table_VE.shape[0]
+        mine_T = (local_T >= 0) & (local_T < table_VE.shape[0])
+        found_TE = jnp.where(mine_T[:, None], table_VE[jnp.where(mine_T, local_T, 0)], 0)
+        return jax.lax.psum(found_TE, name)
+
+    def rms_norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+        """x / rms(x) * scale over the last axis, float32 inside."""
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + eps)
+        return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+    def add_rms_norm(self, x: jax.Array, y: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+        """(x + y, rms_norm(x + y)): the residual and what the next layer reads."""
+        total = x + y
+        return total, self.rms_norm(total, scale, eps)
+
+    def gated_mlp_act(self, x_TXF: jax.Array) -> jax.Array:
+        """silu(gate) * up, where x holds gate and up along its second axis."""
+        gate_TF, up_TF = x_TXF[:, 0].astype(jnp.float32), x_TXF[:, 1].astype(jnp.float32)
+        return (jax.nn.silu(gate_TF) * up_TF).astype(x_TXF.dtype)
+
+    def rope_table(self, positions_T: jax.Array, inv_freq_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(cos, sin) of position times frequency, float32."""
+        angle_TD = positions_T.astype(jnp.float32)[:, None] * inv_freq_D.astype(jnp.float32)
+        return jnp.cos(angle_TD), jnp.sin(angle_TD)
+
+    def rope(self, x: jax.Array, rope: Any) -> jax.Array:
+        """x [T, ..., D] rotated along its last axis, first half against second half as Hugging Face does."""
+        shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1] // 2)
+        cos, sin = rope.cos_TD.reshape(shape), rope.sin_TD.reshape(shape)
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+    def arange(self, n: int, like: jax.Array) -> jax.Array:
+        """0..n-1 in the dtype of `like`."""
+        return jnp.arange(n, dtype=like.dtype)
+
+    def scatter(self, dest: jax.Array, at: tuple, values: jax.Array) -> jax.Array:
+        """dest with dest[at] = values. Consumes dest; where `at` repeats a place, any of its values stays."""
+        return dest.at[at].set(values.astype(dest.dtype))
+
+    def argmax(self, x: jax.Array) -> jax.Array:
+        """int32 index of the greatest along the last axis; the first of equals."""
+        return jnp.argmax(x, -1).astype(jnp.int32)
+
+    def logsumexp(self, x: jax.Array) -> jax.Array:
+        """log of the sum of exponentials over the last axis."""
+        return jax.nn.logsumexp(x, -1)
+
+    def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """The k greatest along the last axis, in falling order, and their int32 ids."""
+        values, ids = jax.lax.top_k(x, k)
+        return values, ids.astype(jnp.int32)
+
+    def ordered_bits(self, x: jax.Array) -> jax.Array:
+        """float32 -> int32 of the same order."""
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def bisect(self, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The greatest int32 of each row that holds: true at the least one, and once false then false for all greater."""
+
+        def body(i: jax.Array, low: jax.Array) -> jax.Array:
+            tried = low + jax.lax.shift_left(jnp.int32(1), 31 - i)
+            return jnp.where(holds(tried), tried, low)
+
+        least = jnp.int32(-(2**31))
+        return jax.lax.fori_loop(0, 32, body, jnp.full(jax.eval_shape(holds, least).shape, least))
+
+    def gumbel(self, keys_R2: jax.Array, index_R: jax.Array, size: int) -> jax.Array:
+        """[R, size] noise for (request key, output index, token id), the same in any batch and in both rooms."""
+        return gumbel(keys_R2, index_R, size)
+
+    def digest(self, logits_RV: jax.Array) -> jax.Array:
+        """int32 hash of each row's float32 bits, equal in both rooms."""
+        return digest(logits_RV)
+
+    def loop(self, condition: Callable, body: Callable, state: Any) -> Any:
+        """`while condition(state): state = body(state)` on the device."""
+        return jax.lax.while_loop(condition, body, state)
