@@ -1,0 +1,160 @@
+"""Runs the programs in torch, eagerly. The consumed argument is written in place and voided, or copied in pure mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..kernels_triton.ops import TorchOps
+from ..models.interface import ArraySpec
+
+Tensor = torch.Tensor
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Void(Tensor):
+    """What is left of a consumed array: touching it raises, as with a donated one in JAX."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("this array was consumed by a later step")
+
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("this array was consumed by a later step")
+
+
+def consume(x: Tensor) -> Tensor:
+    """The same memory as a new value; the old one is void."""
+    new = x.detach()
+    x.__class__ = Void
+    return new
+
+
+def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
+    """f over the arrays in dicts, tuples, lists and dataclasses."""
+    if isinstance(tree, Tensor | np.ndarray):
+        return f(tree)
+    if isinstance(tree, dict):
+        return {k: map_arrays(f, v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_arrays(f, v) for v in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree)(**{k: map_arrays(f, v) for k, v in vars(tree).items()})
+    return tree
+
+
+def physical_cores() -> int:
+    """Cores that this process may use, hyperthreads counted once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else cpu)
+    return len(cores)
+
+
+class StaticInputs:
+    """One set of buffers a shape: an input of a shape seen before lands where that one lay (CUDA graphs need it)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffers: dict[tuple, list[Tensor]] = {}
+
+    def __call__(self, tree: Any) -> Any:
+        """The tree with its arrays copied into the buffers of its shape."""
+        found: list[Any] = []
+        map_arrays(found.append, tree)
+        arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in found]
+        key = tuple((x.shape, x.dtype) for x in arrays)
+        if (buffers := self.buffers.get(key)) is None:
+            buffers = self.buffers[key] = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in arrays]
+        for buffer, x in zip(buffers, arrays, strict=True):
+            buffer.copy_(x)
+        each = iter(buffers)
+        return map_arrays(lambda _: next(each), tree)
+
+
+class TorchBackend:
+    """torch on one device. `dtype` is that of weights and cache whose spec leaves it open."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: str = "float32",
+        *,
+        pure: bool = False,
+        attention: str = "auto",
+        threads: int | None = None,
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads {threads} is not positive")
+        self.device, self.dtype, self.mode = torch.device(device), dtype, "pure" if pure else "inplace"
+        self.ops = TorchOps(pure, attention)
+        torch.set_num_threads(threads or physical_cores())
+        # fp32 means fp32: no TF32, no bf16 passes
+        torch.set_float32_matmul_precision("highest")
+
+    def place(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
+        """A copy of x on the device, in the spec's dtype."""
+        x = np.ascontiguousarray(x)
+        if x.dtype == ml_dtypes.bfloat16:
+            host = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        else:
+            host = torch.from_numpy(x)
+        return host.to(self.device, self._dtype(spec), copy=True)
+
+    def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """A weight on the device, packed for its product."""
+        return self.ops.prepare(self.place(x, spec), spec)
+
+    def zeros(self, spec: ArraySpec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=self._dtype(spec), device=self.device)
+
+    def declare(self, name: str, specs: Any) -> None:
+        """Nothing: one device holds all of every argument."""
+
+    def compile(
+        self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
+    ) -> Callable[..., Any]:
+        """fn run eagerly: inputs land in static buffers, the consumed argument is voided (copied in pure mode)."""
+        at, weights = args.index(consumes), args.index("weights") if "weights" in args else -1
+        static = {i: StaticInputs(self.device) for i in range(len(args)) if i not in (at, weights)}
+        take = Tensor.clone if self.mode == "pure" else consume
+
+        @torch.inference_mode()
+        def run(*xs: Any) -> Any:
+            ready = [static[i](x) if i in static else x for i, x in enumerate(xs)]
+            ready[at] = map_arrays(take, ready[at])
+            return fn(*ready, ops=self.ops)
+
+        return run
+
+    def prefetch(self, x: Tensor) -> None:
+        """Nothing yet: an eager step on the CPU is done when it returns."""
+
+    def read(self, x: Tensor) -> np.ndarray:
+        """A copy on the host."""
+        host = x.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+        return host.numpy().copy()
+
+    def read_tree(self, tree: Any) -> Any:
+        """The tree with host copies for arrays."""
+        return map_arrays(self.read, tree)
+
+    def num_compiles(self) -> int:
+        return 0
+
+    def _dtype(self, spec: ArraySpec) -> torch.dtype:
+        return getattr(torch, spec.dtype or self.dtype)

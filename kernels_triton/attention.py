@@ -1,0 +1,49 @@
+"""The registry of attention implementations: what each supports, with a reason, and which one serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import reference
+
+log = logging.getLogger("octavo")
+
+
+class Implementation(NamedTuple):
+    """plan(step) is made once a step and cache group; function(q, k, v, order, step, spec, sinks, plan) once a layer.
+
+    supports(spec, dtype, device) is None, or the reason why not.
+    """
+
+    function: Callable[..., torch.Tensor]
+    plan: Callable[[Any], Any]
+    supports: Callable[[Any, torch.dtype, torch.device], str | None]
+
+
+def anything(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.attend, reference.plan, anything),
+}
+PREFERRED = ("reference",)  # what "auto" tries, in order
+
+
+def choose(name: str, spec: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation that serves. Raises NotImplementedError with the reasons when none does."""
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise ValueError(f"attention {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
+    reasons = []
+    for candidate in PREFERRED if name == "auto" else (name,):
+        reason = IMPLEMENTATIONS[candidate].supports(spec, dtype, device)
+        if reason is None:
+            if name == "auto":
+                log.info("attention: %s (for %s, %s, %s)", candidate, spec, dtype, device)
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+    raise NotImplementedError(f"no attention implementation serves {spec}: {'; '.join(reasons)}")

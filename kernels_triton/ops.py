@@ -1,0 +1,137 @@
+"""The torch op table. scatter writes in place, or into a copy in pure mode; the backend voids what was consumed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import attention, noise, xp
+from .products import Packed, matmul, pack
+
+Tensor = torch.Tensor
+
+
+class TorchOps:
+    """The ops of models/, in torch. `attention` names an implementation, or "auto"."""
+
+    xp = xp
+
+    def __init__(self, pure: bool = False, attention: str = "auto"):
+        self.pure, self.wanted = pure, attention
+        self.chosen: dict[Any, str] = {}
+        self.plans: dict[tuple[int, str], Any] = {}
+
+    def for_step(self, steps: Sequence[Any]) -> TorchOps:
+        """A copy that remembers, for each group's step, what its attention implementation derives once."""
+        ops = copy.copy(self)
+        ops.plans = {}
+        return ops
+
+    def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
+        """x itself: there is one device."""
+        return x
+
+    def prepare(self, weight: Tensor, spec: Any) -> Tensor | Packed:
+        """The weight as its product reads it fastest."""
+        return pack(weight, spec.product)
+
+    def einsum(self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None) -> Tensor:
+        """The matrix product `spec`. One device: `out` and `reduce` ask for nothing."""
+        return matmul(spec, x, w)
+
+    def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
+        """The table's rows."""
+        return (table_VE if isinstance(table_VE, Tensor) else table_VE.weight).index_select(0, ids_T)
+
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 until the product with scale."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], scale, eps)
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * scale
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + y, its norm)."""
+        z = x + y
+        return z, self.rms_norm(z, scale, eps)
+
+    def gated_mlp_act(self, x_TXF: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        return F.silu(x_TXF[:, 0]).mul_(x_TXF[:, 1])
+
+    def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of position x frequency, fp32."""
+        angle_TD = positions_T.float()[:, None] * inv_freq_D
+        return torch.cos(angle_TD), torch.sin(angle_TD)
+
+    def rope(self, x: Tensor, rope: Any) -> Tensor:
+        """x [T, ..., D] with each pair (i, i + D/2) turned by its angle, in fp32."""
+        shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1] // 2)
+        cos, sin = rope.cos_TD.view(shape), rope.sin_TD.view(shape)
+        a, b = x.float().chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+    def attention(
+        self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Causal attention of each token over its sequence's cache. Returns [T, K, G, Dv]."""
+        key = (spec, q_TKGD.dtype, q_TKGD.device)
+        if (name := self.chosen.get(key)) is None:
+            name = self.chosen[key] = attention.choose(self.wanted, *key)
+        implementation = attention.IMPLEMENTATIONS[name]
+        at = (id(step.block_tables_SB), name)
+        if (plan := self.plans.get(at)) is None:
+            plan = self.plans[at] = implementation.plan(step)
+        return implementation.function(q_TKGD, k, v, order, step, spec, sinks, plan)
+
+    def arange(self, n: int, like: Tensor) -> Tensor:
+        """0 .. n - 1 in the dtype and place of `like`."""
+        return torch.arange(n, dtype=like.dtype, device=like.device)
+
+    def scatter(self, dest: Tensor, at: tuple[Tensor | slice, ...], values: Tensor) -> Tensor:
+        """dest with dest[at] = values. Consumes dest."""
+        dest = dest.clone() if self.pure else dest
+        dest[at] = values.to(dest.dtype)
+        return dest
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """int32 place of the greatest of the last axis; the first of equals."""
+        return torch.argmax(x, -1).to(torch.int32)
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(x, -1)
+
+    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k greatest of the last axis, falling, and their int32 places."""
+        values, ids = torch.topk(x, k, -1)
+        return values, ids.to(torch.int32)
+
+    def ordered_bits(self, x: Tensor) -> Tensor:
+        """float32 as int32 of the same order."""
+        bits = x.view(torch.int32)
+        return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def bisect(self, holds: Callable[[Tensor], Tensor]) -> Tensor:
+        """The greatest int32 of each row that holds, for a condition that holds up to some value and not beyond."""
+        low = torch.full_like(holds(torch.tensor(-(2**31), dtype=torch.int32)), -(2**31), dtype=torch.int32)
+        for bit in range(31, -1, -1):
+            tried = low + noise.signed(1 << bit)
+            low = torch.where(holds(tried), tried, low)
+        return low
+
+    def gumbel(self, keys_R2: Tensor, index_R: Tensor, size: int) -> Tensor:
+        """[R, size] Gumbel noise from a row's key and output index, and the token id. The same bits in both rooms."""
+        return noise.gumbel(keys_R2, index_R, size)
+
+    def digest(self, logits_RV: Tensor) -> Tensor:
+        """An int32 hash of each row's fp32 bits."""
+        return noise.digest(logits_RV)
+
+    def loop(self, condition: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
+        """body applied to state while the condition holds."""
+        while bool(condition(state)):
+            state = body(state)
+        return state

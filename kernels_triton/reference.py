@@ -1,0 +1,79 @@
+"""Attention the obvious way: cut the ragged queries into tiles of one sequence each, and give each tile its keys.
+
+Letters beyond models/interface.py: W tiles, Q queries of a tile, M keys of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+
+Tensor = torch.Tensor
+
+QUERIES = 16  # of a tile
+MEMORY = 1 << 23  # elements of gathered keys at a time
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A step's queries, cut: the sequence and first token of every tile, and each token's tile and place in it."""
+
+    seq_W: Tensor
+    start_W: Tensor
+    tile_T: Tensor
+    place_T: Tensor
+    queries: int
+
+
+def plan(step: Any) -> Tiles:
+    """Tiles of at most QUERIES tokens (decode: 1) of one sequence; their number follows from shapes alone."""
+    starts, seq_T = step.query_starts_S1, step.seq_ids_T
+    num_seqs, num_tokens, device = starts.shape[0] - 1, seq_T.shape[0], starts.device
+    queries = 1 if step.decode else QUERIES
+    ends_S = torch.cumsum(-(-(starts[1:] - starts[:-1]) // queries), 0)
+    first_S = torch.cat([ends_S.new_zeros(1), ends_S[:-1]])
+    tile_W = torch.arange(num_seqs if step.decode else -(-num_tokens // queries) + num_seqs, device=device)
+    seq_W = torch.searchsorted(ends_S, tile_W, right=True).clamp_max(num_seqs - 1)
+    start_W = starts[seq_W] + (tile_W - first_S[seq_W]) * queries
+    within_T = torch.arange(num_tokens, device=device) - starts[seq_T]
+    # a padding token belongs to no tile: any place will do
+    tile_T = (first_S[seq_T] + within_T // queries).clamp_max(len(tile_W) - 1)
+    return Tiles(seq_W, start_W, tile_T, within_T % queries, queries)
+
+
+def attend(
+    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, tiles: Tiles
+) -> Tensor:
+    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too."""
+
+    def some_tiles(seq_W: Tensor, start_W: Tensor) -> Tensor:
+        table_WB = step.block_tables_SB[seq_W]
+        k_WMKD, v_WMKD = (rearrange(x[table_WB], f"w {order} -> w (n p) k d") for x in (k, v))
+        token_WQ = (start_W[:, None] + torch.arange(tiles.queries, device=q_TKGD.device)).clamp_max(len(q_TKGD) - 1)
+        keys_M = torch.arange(k_WMKD.shape[1], device=q_TKGD.device)
+        behind_WQM = step.positions_T[token_WQ][..., None] - keys_M
+        visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or 1 << 30))
+        scores = torch.einsum("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ].float(), k_WMKD.float()) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~visible_WQM[:, None, None], -1e30)
+        probs = softmax(scores, sinks_KG)
+        seen_WM11 = visible_WQM.any(1)[..., None, None]
+        return torch.einsum("wkgqm,wmkd->wqkgd", probs, torch.where(seen_WM11, v_WMKD.float(), 0.0))
+
+    keys = step.block_tables_SB.shape[1] * k[0].numel()
+    at_once = max(1, min(len(tiles.seq_W), MEMORY // keys))
+    pieces = zip(tiles.seq_W.split(at_once), tiles.start_W.split(at_once), strict=True)
+    out = torch.cat([some_tiles(seq_W, start_W) for seq_W, start_W in pieces])
+    return out[tiles.tile_T, tiles.place_T].to(q_TKGD.dtype)
+
+
+def softmax(scores: Tensor, sinks_KG: Tensor | None) -> Tensor:
+    """Over the last axis; a sink is one more score of its head, which attends to nothing."""
+    if sinks_KG is None:
+        return torch.softmax(scores, -1)
+    sink = sinks_KG.float()[:, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
