@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class TorchBackend:
     """torch on one device. `dtype` is that of weights and cache whose spec leaves it open."""
 
     name = "torch"
+    eager = True
 
     def __init__(
         self,
@@ -129,15 +131,22 @@ class TorchBackend:
         """fn run eagerly: inputs land in static buffers, the consumed argument is voided (copied in pure mode)."""
         at, weights = args.index(consumes), args.index("weights") if "weights" in args else -1
         static = {i: StaticInputs(self.device) for i in range(len(args)) if i not in (at, weights)}
-        take = Tensor.clone if self.mode == "pure" else consume
 
         @torch.inference_mode()
         def run(*xs: Any) -> Any:
             ready = [static[i](x) if i in static else x for i, x in enumerate(xs)]
-            ready[at] = map_arrays(take, ready[at])
+            ready[at] = self.consume(ready[at])
             return fn(*ready, ops=self.ops)
 
         return run
+
+    def consume(self, tree: Any) -> Any:
+        """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""
+        return map_arrays(Tensor.clone if self.mode == "pure" else consume, tree)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What code outside `compile` runs in."""
+        return torch.inference_mode()
 
     def prefetch(self, x: Tensor) -> None:
         """Nothing yet: an eager step on the CPU is done when it returns."""

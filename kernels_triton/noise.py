@@ -20,9 +20,9 @@ def gumbel(keys_R2: Tensor, index_R: Tensor, size: int) -> Tensor:
 
 
 def digest(x_RV: Tensor) -> Tensor:
-    """The wrapped sum of each row's fp32 bits, hashed with their places, hashed again."""
+    """int32 [R]: the wrapping sum over v of murmur(fp32 bits of x[v] ^ v * golden)."""
     places_V = torch.arange(x_RV.shape[1], dtype=torch.int32, device=x_RV.device) * signed(0x9E3779B9)
-    return murmur(murmur(x_RV.float().view(torch.int32) ^ places_V).sum(-1, dtype=torch.int32))
+    return murmur(x_RV.float().view(torch.int32) ^ places_V).sum(-1, dtype=torch.int32)
 
 
 def murmur(h: Tensor) -> Tensor:

@@ -48,10 +48,8 @@ class TorchOps:
         return (table_VE if isinstance(table_VE, Tensor) else table_VE.weight).index_select(0, ids_T)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 until the product with scale."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], scale, eps)
-        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * scale
+        """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
+        return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + y, its norm)."""
@@ -59,8 +57,8 @@ class TorchOps:
         return z, self.rms_norm(z, scale, eps)
 
     def gated_mlp_act(self, x_TXF: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        return F.silu(x_TXF[:, 0]).mul_(x_TXF[:, 1])
+        """silu(gate) * up, fp32 inside."""
+        return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
 
     def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of position x frequency, fp32."""
@@ -127,7 +125,7 @@ class TorchOps:
         return noise.gumbel(keys_R2, index_R, size)
 
     def digest(self, logits_RV: Tensor) -> Tensor:
-        """An int32 hash of each row's fp32 bits."""
+        """An int32 hash of each row's fp32 bits, the same in both rooms."""
         return noise.digest(logits_RV)
 
     def loop(self, condition: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:

@@ -1,7 +1,7 @@
 """The array namespace that models/ may use (`ops.xp`), in torch: a listed subset of the array API, with int32 integers.
 
 Dtypes: bool, int32, float32, bfloat16. Element-wise: abs, astype, clip, exp, isfinite, isnan, log, maximum, minimum,
-tanh, where. Reductions (axis, keepdims): all, any, max, min, sum, and cumulative_sum (axis). Making and joining:
+tanh, where. Reductions (axis=None, keepdims=False): all, any, max, min, sum, and cumulative_sum (axis). Making and joining:
 concat, expand_dims, full_like, ones_like, stack, zeros_like. Searching: searchsorted.
 
 As in JAX, no integer result is wider than int32: counts, sums of int32 or bool, and places found by searching.
@@ -16,9 +16,9 @@ from torch import abs, bfloat16, bool, exp, float32, full_like, int32, isfinite,
 
 # fmt: off
 __all__ = [
-    "abs", "all", "any", "astype", "bfloat16", "bool", "clip", "concat", "cumulative_sum", "exp", "expand_dims", "float32",
-    "full_like", "int32", "isfinite", "isnan", "log", "max", "maximum", "min", "minimum", "ones_like", "searchsorted",
-    "stack", "sum", "tanh", "where", "zeros_like",
+    "abs", "all", "any", "astype", "bfloat16", "bool", "clip", "concat", "cumulative_sum", "exp", "expand_dims",
+    "float32", "full_like", "int32", "isfinite", "isnan", "log", "max", "maximum", "min", "minimum", "ones_like",
+    "searchsorted", "stack", "sum", "tanh", "where", "zeros_like",
 ]
 # fmt: on
 
@@ -45,23 +45,23 @@ def minimum(x: Tensor, y: Tensor | float) -> Tensor:
     return torch.minimum(x, y) if isinstance(y, Tensor) else torch.clamp_max(x, y)
 
 
-def max(x: Tensor, axis: int, keepdims: builtins.bool = False) -> Tensor:
-    return torch.amax(x, axis, keepdims)
+def max(x: Tensor, axis: int | None = None, keepdims: builtins.bool = False) -> Tensor:
+    return torch.amax(x, () if axis is None else axis, keepdims)
 
 
-def min(x: Tensor, axis: int, keepdims: builtins.bool = False) -> Tensor:
-    return torch.amin(x, axis, keepdims)
+def min(x: Tensor, axis: int | None = None, keepdims: builtins.bool = False) -> Tensor:
+    return torch.amin(x, () if axis is None else axis, keepdims)
 
 
-def any(x: Tensor, axis: int, keepdims: builtins.bool = False) -> Tensor:
+def any(x: Tensor, axis: int | None = None, keepdims: builtins.bool = False) -> Tensor:
     return torch.any(x, axis, keepdims)
 
 
-def all(x: Tensor, axis: int, keepdims: builtins.bool = False) -> Tensor:
+def all(x: Tensor, axis: int | None = None, keepdims: builtins.bool = False) -> Tensor:
     return torch.all(x, axis, keepdims)
 
 
-def sum(x: Tensor, axis: int, keepdims: builtins.bool = False) -> Tensor:
+def sum(x: Tensor, axis: int | None = None, keepdims: builtins.bool = False) -> Tensor:
     return torch.sum(x, axis, keepdims, dtype=_sum_dtype(x))
 
 
