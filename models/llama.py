@@ -1,0 +1,159 @@
+"""Llama (arXiv:2407.21783). The other models are told as differences from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from .interface import Array, ArraySpec, AttentionSpec, CacheLayout, LayerCache, ModelSpec, Step
+from .layers import Weight, fuse, groups_by_window, host, linear, norm_scale, split
+from .rope import RopeConfig, inv_freq, max_model_len
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int  # tokens
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_eps: float = 1e-5
+    tied: bool = False  # the embedding is the unembedding too
+    windows: tuple[int | None, ...] = ()  # tokens a query sees, one a layer; empty: all full
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+    @staticmethod
+    def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
+        """Reads a config.json of transformers."""
+        if hf.get("hidden_act", "silu") != "silu":
+            raise NotImplementedError(f"hidden_act {hf['hidden_act']!r} is not supported; 'silu' is")
+        rope, heads = RopeConfig.from_hf(hf), hf["num_attention_heads"]
+        return LlamaConfig(
+            vocab_size=hf["vocab_size"],
+            embed_dim=hf["hidden_size"],
+            mlp_dim=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            max_model_len=max_model_len(rope, hf["max_position_embeddings"]),
+            rope=rope,
+            norm_eps=hf["rms_norm_eps"],
+            tied=hf.get("tie_word_embeddings", False),
+            qkv_bias=hf.get("attention_bias", False),
+            out_bias=hf.get("attention_bias", False),
+            mlp_bias=hf.get("mlp_bias", False),
+        )
+
+
+def from_hf(hf: Mapping[str, Any]) -> ModelSpec:
+    return spec(LlamaConfig.from_hf(hf))
+
+
+def spec(c: LlamaConfig, name: str = "llama") -> ModelSpec:
+    group_size, windows = c.num_heads // c.num_kv_heads, c.windows or (None,) * c.num_layers
+    # yarn scales both q and k: attention takes the square
+    scale = c.head_dim**-0.5 * c.rope.attention_factor**2
+    weights, checkpoint = split(all_weights(c))
+    return ModelSpec(
+        name=name,
+        config=c,
+        vocab_size=c.vocab_size,
+        max_model_len=c.max_model_len,
+        weights=weights,
+        checkpoint=checkpoint,
+        pattern_sizes={"k": c.num_kv_heads, "g": group_size, "d": c.head_dim},
+        groups=groups_by_window(windows),
+        attention=tuple(AttentionSpec(c.num_kv_heads, group_size, c.head_dim, c.head_dim, scale, w) for w in windows),
+        embed=embed,
+        layer=partial(layer, eps=c.norm_eps),
+        unembed=partial(unembed, eps=c.norm_eps),
+    )
+
+
+def embed(w: dict, step: Step, ops: Any) -> Array:
+    return ops.embed(w["embed"], step.token_ids_T)
+
+
+def qkv(w: dict, h_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
+    """Queries, keys and values before rope. Those of one kv head lie together, so that a shard holds whole groups."""
+    qkv_TKXD = linear(ops, "te,ekxd->tkxd", h_TE, w, "qkv", out=(None, "kv_heads", None, None))
+    return {"q": qkv_TKXD[:, :, :-2], "k": qkv_TKXD[:, :, -2], "v": qkv_TKXD[:, :, -1]}
+
+
+def layer(
+    w: dict, cache: LayerCache, x_TE: Array, step: Step, attention: AttentionSpec, ops: Any, layout: CacheLayout,
+    *, eps: float, qkv: Callable = qkv,
+) -> tuple[Array, LayerCache]:  # fmt: skip
+    h_TE = ops.rms_norm(x_TE, w["attn_norm"], eps)
+    a_TKGD, cache = layout.attention(ops, cache, qkv(w, h_TE, ops, eps), step, attention)
+    a_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads")
+    x_TE, h_TE = ops.add_rms_norm(x_TE, a_TE, w["mlp_norm"], eps)
+    h_TXF = linear(ops, "te,exf->txf", h_TE, w, "gate_up", out=(None, None, "mlp"))
+    return x_TE + linear(ops, "tf,fe->te", ops.gated_mlp_act(h_TXF), w, "down", out=(None, None), reduce="mlp"), cache
+
+
+def unembed(w: dict, x_RE: Array, ops: Any, *, eps: float) -> Array:
+    h_RE = ops.rms_norm(x_RE, w["final_norm"], eps)
+    logits_RV = ops.einsum("re,ve->rv", h_RE, w.get("unembed", w["embed"]), out=(None, "vocab"))
+    return ops.xp.astype(ops.constrain(logits_RV, (None, "vocab"), (None, None)), ops.xp.float32)
+
+
+def all_weights(c: LlamaConfig) -> dict[str, Any]:
+    """Every weight: shape, axes, the product it is used in, and the checkpoint tensors that it is made of."""
+    shape, axes, product = (c.vocab_size, c.embed_dim), ("vocab", None), "re,ve->rv"
+    table = ArraySpec(shape, axes, product=product if c.tied else None)
+    tree = {
+        "embed": Weight(table, fuse(0, ("model.embed_tokens.weight", "v e -> v e"))),
+        "layers": [layer_weights(c, f"model.layers.{n}.") for n in range(c.num_layers)],
+        "final_norm": norm_scale(c.embed_dim, "model.norm.weight"),
+        "ropes": {"rope": host(inv_freq(c.rope, c.head_dim))},
+    }
+    if not c.tied:
+        tree["unembed"] = Weight(ArraySpec(shape, axes, product=product), fuse(0, ("lm_head.weight", "v e -> v e")))
+    return tree
+
+
+def layer_weights(c: LlamaConfig, at: str) -> dict[str, Weight]:
+    e, f, k, g, d = c.embed_dim, c.mlp_dim, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
+    q_proj, k_proj, v_proj, o_proj = (f"{at}self_attn.{name}_proj" for name in "qkvo")
+    gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+    q, kv, mlp = "(k g d) e -> e k g d", "(k d) e -> e k 1 d", "f e -> e 1 f"
+    tree = {
+        "attn_norm": norm_scale(e, f"{at}input_layernorm.weight"),
+        "qkv": Weight(
+            ArraySpec((e, k, g + 2, d), (None, "kv_heads", None, None), product="te,ekxd->tkxd"),
+            fuse(2, (f"{q_proj}.weight", q), (f"{k_proj}.weight", kv), (f"{v_proj}.weight", kv)),
+        ),
+        "out": Weight(
+            ArraySpec((k, g, d, e), ("kv_heads", None, None, None), product="tkgd,kgde->te"),
+            fuse(0, (f"{o_proj}.weight", "e (k g d) -> k g d e")),
+        ),
+        "mlp_norm": norm_scale(e, f"{at}post_attention_layernorm.weight"),
+        "gate_up": Weight(
+            ArraySpec((e, 2, f), (None, None, "mlp"), product="te,exf->txf"),
+            fuse(1, (f"{gate}.weight", mlp), (f"{up}.weight", mlp)),
+        ),
+        "down": Weight(
+            ArraySpec((f, e), ("mlp", None), product="tf,fe->te"), fuse(0, (f"{down}.weight", "e f -> f e"))
+        ),
+    }
+    q, kv, mlp = "(k g d) -> k g d", "(k d) -> k 1 d", "f -> 1 f"
+    if c.qkv_bias:
+        parts = fuse(1, (f"{q_proj}.bias", q), (f"{k_proj}.bias", kv), (f"{v_proj}.bias", kv))
+        tree["qkv_bias"] = Weight(ArraySpec((k, g + 2, d), ("kv_heads", None, None)), parts)
+    if c.out_bias:
+        tree["out_bias"] = Weight(ArraySpec((e,), (None,)), fuse(0, (f"{o_proj}.bias", "e -> e")))
+    if c.mlp_bias:
+        parts = fuse(0, (f"{gate}.bias", mlp), (f"{up}.bias", mlp))
+        tree["gate_up_bias"] = Weight(ArraySpec((2, f), (None, "mlp")), parts)
+        tree["down_bias"] = Weight(ArraySpec((e,), (None,)), fuse(0, (f"{down}.bias", "e -> e")))
+    return tree

@@ -1,0 +1,31 @@
+"""Qwen3 (arXiv:2505.09388): Llama with a norm on each head of q and k, before rope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from . import llama
+from .interface import Array, ModelSpec
+from .layers import Weight, layer_windows, norm_scale, with_layer_weights
+
+
+def from_hf(hf: Mapping[str, Any]) -> ModelSpec:
+    return spec(replace(llama.LlamaConfig.from_hf(hf), windows=layer_windows(hf)))
+
+
+def spec(c: llama.LlamaConfig) -> ModelSpec:
+    def norms(n: int) -> dict[str, Weight]:
+        at = f"model.layers.{n}.self_attn."
+        return {name: norm_scale(c.head_dim, f"{at}{name}.weight") for name in ("q_norm", "k_norm")}
+
+    model = with_layer_weights(llama.spec(c, "qwen3"), norms)
+    return replace(model, layer=partial(llama.layer, eps=c.norm_eps, qkv=normed_qkv))
+
+
+def normed_qkv(w: dict, h_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
+    parts = llama.qkv(w, h_TE, ops, eps)
+    q_TKGD, k_TKD = (ops.rms_norm(parts[name], w[f"{name}_norm"], eps) for name in "qk")
+    return parts | {"q": q_TKGD, "k": k_TKD}
