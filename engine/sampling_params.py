@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from numbers import Integral, Real
 from typing import Any
 
 from ..models.sampling import MAX_STOP_IDS, PARAMS
-from .errors import check_names
+from .checks import check_names, flag, integer, number, sequence
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +25,15 @@ HINTS = {
     "use_beam_search": "it is gone, and beam search is not supported",
     "guided_decoding": "it is called structured_outputs now",
     "logits_processors": "processors for one request are not supported",
+}
+# values beside the default that ask for nothing
+NO_OPS = {
+    "bad_words": [],
+    "extra_args": {},
+    "logit_bias": {},
+    "prompt_logprobs": False,
+    "skip_reading_prefix_cache": False,
+    "stream_interval": 1,
 }
 
 
@@ -109,11 +117,11 @@ class SamplingParams(NotYet):
 
     def _check_supported(self) -> None:
         for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
-            _number(name, getattr(self, name), low, high)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True, open_high=True)
+            number(name, getattr(self, name), low, high)
+        number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True, open_high=True)
         for f in fields(NotYet):
             value = getattr(self, f.name)
-            if value != f.default and not (f.name == "bad_words" and value == []):
+            if value != f.default and value != NO_OPS.get(f.name, f.default):
                 raise NotImplementedError(f"sampling parameter {f.name}={value!r} is not supported yet")
 
     @property
@@ -177,39 +185,39 @@ def _word(data: bytes) -> int:
 
 def _randomness(p: SamplingParams) -> dict[str, Any]:
     """The fields that say how a token is drawn, checked and normalised."""
-    temperature = _number("temperature", p.temperature, 0, 2)
+    temperature = number("temperature", p.temperature, 0, 2)
     if temperature < GREEDY_BELOW:
         temperature = 0.0
     elif temperature < MIN_TEMPERATURE:
         log.warning("temperature %g is raised to %g: smaller ones are not stable", temperature, MIN_TEMPERATURE)
         temperature = MIN_TEMPERATURE
-    seed = None if p.seed is None else _integer("seed", p.seed, -(2**63), 2**63 - 1)
+    seed = None if p.seed is None else integer("seed", p.seed, -(2**63), 2**63 - 1)
     return {
-        "n": _integer("n", p.n, 1, MAX_N),
+        "n": integer("n", p.n, 1, MAX_N),
         "temperature": temperature,
-        "top_p": _number("top_p", p.top_p, 0, 1, open_low=True),
-        "top_k": max(0, _integer("top_k", p.top_k, -1, math.inf)),
-        "min_p": _number("min_p", p.min_p, 0, 1),
+        "top_p": number("top_p", p.top_p, 0, 1, open_low=True),
+        "top_k": max(0, integer("top_k", p.top_k, -1, math.inf)),
+        "min_p": number("min_p", p.min_p, 0, 1),
         "seed": None if seed == -1 else seed,
     }
 
 
 def _stopping(p: SamplingParams) -> dict[str, Any]:
     """The fields that say when a request ends."""
-    max_tokens = None if p.max_tokens is None else _integer("max_tokens", p.max_tokens, 1, math.inf)
-    stop = _sequence("stop", (p.stop,) if isinstance(p.stop, str) else p.stop)
+    max_tokens = None if p.max_tokens is None else integer("max_tokens", p.max_tokens, 1, math.inf)
+    stop = sequence("stop", (p.stop,) if isinstance(p.stop, str) else p.stop)
     for s in stop:
         if not isinstance(s, str) or not s:
             raise ValueError(f"stop {s!r} is not a string of at least one character")
     if stop and not p.detokenize:
         raise ValueError(f"stop {list(stop)} is looked for in text, and detokenize is False")
-    ids = _sequence("stop_token_ids", p.stop_token_ids)
+    ids = sequence("stop_token_ids", p.stop_token_ids)
     return {
         "max_tokens": max_tokens,
-        "min_tokens": _integer("min_tokens", p.min_tokens, 0, math.inf if max_tokens is None else max_tokens),
+        "min_tokens": integer("min_tokens", p.min_tokens, 0, math.inf if max_tokens is None else max_tokens),
         "stop": tuple(dict.fromkeys(stop)),
-        "stop_token_ids": tuple(dict.fromkeys(_integer("stop_token_ids", i, 0, math.inf) for i in ids)),
-        "ignore_eos": _flag("ignore_eos", p.ignore_eos),
+        "stop_token_ids": tuple(dict.fromkeys(integer("stop_token_ids", i, 0, math.inf) for i in ids)),
+        "ignore_eos": flag("ignore_eos", p.ignore_eos),
     }
 
 
@@ -217,41 +225,6 @@ def _returning(p: SamplingParams) -> dict[str, Any]:
     """The fields that say what comes back."""
     logprobs = {True: 1, False: None}[p.logprobs] if isinstance(p.logprobs, bool) else p.logprobs
     flags = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
-    return {"logprobs": None if logprobs is None else _integer("logprobs", logprobs, -1, math.inf)} | {
-        name: _flag(name, getattr(p, name)) for name in flags
+    return {"logprobs": None if logprobs is None else integer("logprobs", logprobs, -1, math.inf)} | {
+        name: flag(name, getattr(p, name)) for name in flags
     }
-
-
-def _integer(name: str, value: Any, low: float, high: float) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} {value!r} is not a whole number {_range(low, high)}")
-    return int(value)
-
-
-def _number(
-    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> float:
-    """Value as a float, if it is a number between low and high; the open ends are not included. NaN is never."""
-    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
-    if not fits or (open_low and value == low) or (open_high and value == high):
-        above, below = ("more than " if open_low else "from "), (" to under " if open_high else " to ")
-        raise ValueError(f"{name} {value!r} is not a number {above}{low}{below}{high}")
-    return float(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} {value!r} is not True or False")
-    return value
-
-
-def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} {value!r} is not a list")
-    return tuple(value)
-
-
-def _range(low: float, high: float) -> str:
-    return f"of at least {low}" if high == math.inf else f"from {low} to {high}"
