@@ -12,7 +12,7 @@ import pytest
 from backends import BACKENDS
 
 # what a test file may import that an environment with one backend lacks
-OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece", "array_api_compat"}
+OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece"}
 
 # before transformers or huggingface_hub is imported: they read it once
 os.environ["HF_HUB_OFFLINE"] = "1"
