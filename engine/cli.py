@@ -1,0 +1,276 @@
+"""The command `octavo`: generate, chat, models and plan. What is slow to import is imported where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from .cli_arguments import engine_arguments
+
+app = typer.Typer(
+    help="octavo: an LLM inference engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="Lists, fetches and inspects checkpoints.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+# engine arguments of LLM(...) that no option below names: --max-model-len 2048, --no-enable-prefix-caching ...
+TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
+MORE = "Every other argument of LLM(...) is an option too: --max-model-len 2048, --tensor-parallel-size 2 ..."
+
+Model = Annotated[str, typer.Option("--model", "-m", help="An alias, a folder, a .gguf file or a hub id.")]
+BackendName = Annotated[str, typer.Option("--backend", "-b", help="auto, jax or torch.")]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated. Without one: stdin.")
+]
+System = Annotated[str | None, typer.Option(help="The system message of the chat.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's, else 0.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens that sum up to this.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many tokens; 0: all.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
+
+
+@app.command(context_settings=TAKES_MORE, epilog=MORE)
+def generate(
+    context: typer.Context,
+    model: Model = "smollm2",
+    prompt: Prompts = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message in a chat.")] = False,
+    system: System = None,
+    n: Annotated[int, typer.Option("-n", help="Samples a prompt.")] = 1,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    backend: BackendName = "auto",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Prints what the model makes of one prompt, as it comes, or of many prompts at once."""
+    with _reporting(debug):
+        if system is not None and not chat:
+            raise ValueError(f"--system {system!r} needs --chat")
+        prompts = prompt or [_read_stdin()]
+        llm = _engine(model, backend, context)
+        sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        params = _params(llm, sampling | {"min_p": min_p, "seed": seed, "stop": stop, "ignore_eos": ignore_eos})
+        inputs = [_conversation(p, system) for p in prompts] if chat else prompts
+        if len(inputs) == 1 and n == 1 and not as_json:
+            _write_stream(llm, inputs[0], params)
+            return
+        run = llm.chat if chat else llm.generate
+        outputs = run(inputs, params, use_tqdm=sys.stderr.isatty())
+        _print_outputs(prompts, outputs, as_json)
+
+
+def _print_outputs(prompts: list[str], outputs: list[Any], as_json: bool) -> None:
+    """One JSON object a prompt and line, or text under a heading for each sample."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if as_json:
+            samples = [dataclasses.asdict(sample) for sample in output.outputs]
+            print(json.dumps({"prompt": prompt, "num_prompt_tokens": len(output.prompt_token_ids), "outputs": samples}))
+            continue
+        for sample in output.outputs:
+            number = f" [{sample.index}]" if len(output.outputs) > 1 else ""
+            print(f"== {prompt}{number}\n{sample.text.strip()}\n")
+
+
+@app.command(context_settings=TAKES_MORE, epilog=MORE)
+def chat(
+    context: typer.Context,
+    model: Model = "smollm2",
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    backend: BackendName = "auto",
+    debug: Debug = False,
+) -> None:
+    """Talks with a model. /reset forgets the conversation, /quit (or the end of input) leaves."""
+    with _reporting(debug):
+        llm = _engine(model, backend, context)
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        params = _params(llm, sampling | {"min_p": min_p, "seed": seed})
+        opening = [{"role": "system", "content": system}] if system is not None else []
+        messages = list(opening)
+        for line in _lines():
+            if line == "/quit":
+                return
+            if line == "/reset":
+                messages = list(opening)
+            elif line.startswith("/"):
+                print(f"unknown command {line}: there are /reset and /quit", file=sys.stderr)
+            elif line:
+                messages = _answered(llm, [*messages, {"role": "user", "content": line}], params)
+
+
+def _answered(llm: Any, messages: list[dict[str, str]], params: Any) -> list[dict[str, str]]:
+    """The conversation with the answer added. What cannot be answered is reported and taken back."""
+    try:
+        text = _write_stream(llm, messages, params)
+    except ValueError as error:
+        _print_error(error)
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": text}]
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or the lines of a pipe."""
+    if sys.stdin.isatty():
+        # line editing and history for input()
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+
+
+@models.command("list")
+def list_models(as_json: Json = False, debug: Debug = False) -> None:
+    """Lists the models that have an alias, and those in the cache folder."""
+    with _reporting(debug):
+        from .loading import catalog
+
+        entries = catalog.list_models()
+        _show([dataclasses.asdict(entry) for entry in entries], as_json, title="models")
+
+
+@models.command()
+def pull(name: Annotated[str, typer.Argument(help="An alias or a hub id.")], debug: Debug = False) -> None:
+    """Fetches a model into the cache folder and prints where it is."""
+    with _reporting(debug):
+        from .loading import catalog
+
+        print(catalog.pull(name))
+
+
+@models.command()
+def inspect(
+    name: Annotated[str, typer.Argument(help="An alias, a folder, a .gguf file or a hub id.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Shows what a checkpoint holds: architecture, sizes, tensors."""
+    with _reporting(debug):
+        from .loading import catalog
+
+        _show(catalog.inspect_checkpoint(name), as_json, title=name)
+
+
+@app.command(context_settings=TAKES_MORE, epilog=MORE)
+def plan(
+    context: typer.Context,
+    model: Model = "smollm2",
+    backend: BackendName = "auto",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Shows where the memory would go: weights, rows, cache, activations, before anything is allocated."""
+    with _reporting(debug):
+        from .build import memory_plan_of
+        from .config import engine_config
+
+        config = engine_config(model, backend=backend, **engine_arguments(context.args))
+        _show(dataclasses.asdict(memory_plan_of(config)), as_json, title=f"memory plan of {model}")
+
+
+def _engine(model: str, backend: str, context: typer.Context) -> Any:
+    from . import LLM
+
+    return LLM(model, backend=backend, **engine_arguments(context.args))
+
+
+def _params(llm: Any, given: dict[str, Any]) -> Any:
+    """What the command line says, over what the checkpoint says, over greedy."""
+    from .sampling_params import SamplingParams
+
+    said = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**({"temperature": 0.0} | llm.defaults | said))
+
+
+def _conversation(message: str, system: str | None) -> list[dict[str, str]]:
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    return [*opening, {"role": "user", "content": message}]
+
+
+def _write_stream(llm: Any, prompt: Any, params: Any) -> str:
+    """Writes a completion to stdout as it comes; Ctrl-C ends it. Returns the text."""
+    pieces = []
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.stream(prompt, params)) as stream:
+        for piece in stream:
+            pieces.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    print()
+    return "".join(pieces)
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt TEXT, or pipe one in")
+    return sys.stdin.read().rstrip("\n")
+
+
+@contextlib.contextmanager
+def _reporting(debug: bool) -> Iterator[None]:
+    """Turns what a user can get wrong into one line on stderr and exit status 1; --debug lets it through."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("octavo").setLevel(logging.DEBUG if debug else logging.WARNING)
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        _print_error(error)
+        raise typer.Exit(1) from None
+
+
+def _print_error(error: Exception) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+
+
+def _show(value: Any, as_json: bool, title: str) -> None:
+    """Prints a value that is made of dicts, lists and scalars: as JSON, or as tables."""
+    if as_json:
+        print(json.dumps(value, indent=2, default=str))
+        return
+    from rich.console import Console
+
+    from .cli_tables import tables
+
+    for table in tables(value, title):
+        Console().print(table)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

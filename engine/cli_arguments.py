@@ -1,0 +1,37 @@
+"""Engine arguments on the command line: `--max-model-len 2048` is `LLM(..., max_model_len=2048)`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments that these words spell; which of them exist is for the engine to say.
+
+    `--name value` and `--name=value` set one; a value is JSON where it reads as JSON, else a string. `--name` alone is
+    True, `--no-name` alone is False. Raises ValueError for a word that belongs to no option, or an option given twice.
+    """
+    arguments: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"unexpected argument {word!r}: options start with --")
+        name, has_value, text = word[2:].partition("=")
+        if not has_value and rest and not rest[0].startswith("--"):
+            has_value, text = "=", rest.pop(0)
+        value = _value(text) if has_value else not name.startswith("no-")
+        key = (name if has_value else name.removeprefix("no-")).replace("-", "_")
+        if key in arguments:
+            raise ValueError(f"--{key.replace('_', '-')} is given twice: {arguments[key]!r} and {value!r}")
+        arguments[key] = value
+    return arguments
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
