@@ -73,18 +73,23 @@ def installed_backends() -> list[str]:
     return [name for name in BACKENDS if importlib.util.find_spec(name)]
 
 
-def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:
-    """The backend of that name; "auto" takes torch if it is installed, else jax."""
+def resolve_backend(name: str) -> str:
+    """The name of an installed backend; "auto" takes torch if it is installed, else jax."""
     found = installed_backends()
     if name == "auto":
         if not found:
             raise ValueError("no backend is installed: pip install 'octavo[torch]' or 'octavo[jax]'")
-        name = found[0]
+        return found[0]
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(BACKENDS)}")
     if name not in found:
         raise ValueError(f"backend {name!r} is not installed: pip install 'octavo[{name}]'")
-    if name == "jax":
+    return name
+
+
+def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend of that name, as resolve_backend reads it."""
+    if resolve_backend(name) == "jax":
         from .backend_jax import JaxBackend
 
         return JaxBackend(**(options or {}))
