@@ -31,7 +31,6 @@ NO_OPS = {
     "bad_words": [],
     "extra_args": {},
     "logit_bias": {},
-    "prompt_logprobs": False,
     "skip_reading_prefix_cache": False,
     "stream_interval": 1,
 }

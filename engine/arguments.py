@@ -1,0 +1,305 @@
+"""The table of engine arguments: what works, what is an alias, what is known and not built yet. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from . import checks
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One that works. `check(name, value)` normalises a value; `kind` is what the documentation calls its type."""
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    check: Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Later:
+    """One that is known and not built yet. Its default and `harmless` values ask for nothing, and are accepted."""
+
+    name: str
+    default: Any
+    feature: str
+    harmless: tuple[Any, ...] = ()
+
+
+def integers(low: float, high: float = float("inf")) -> Callable[[str, Any], int]:
+    return partial(checks.integer, low=low, high=high)
+
+
+def choices(*known: str) -> Callable[[str, Any], str]:
+    return partial(checks.choice, known=known)
+
+
+def sizes(low: int) -> Callable[[str, Any], int]:
+    return partial(checks.size, low=low)
+
+
+def text(name: str, value: Any) -> str:
+    """A string or a path, not empty."""
+    if not str(value) or not (isinstance(value, str) or hasattr(value, "__fspath__")):
+        raise ValueError(f"{name} {value!r} is not a name or a path")
+    return str(value)
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {value!r} is not a dict")
+    return dict(value)
+
+
+def anything(name: str, value: Any) -> Any:
+    return value
+
+
+def model_length(name: str, value: Any) -> int:
+    """A length, or -1 for the longest that fits."""
+    return -1 if value in (-1, "auto", "-1") else checks.size(name, value, 1)
+
+
+def legal_block_size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or value not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size {value!r} is not a power of two: choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        )
+    return int(value)
+
+
+def block_counts(name: str, value: Any) -> int | tuple[int, ...]:
+    """One number for every cache group, or one a group. Block 0 is taken, so a pool has at least two."""
+    if isinstance(value, list | tuple):
+        return tuple(checks.integer(name, n, 2) for n in value)
+    return checks.integer(name, value, 2)
+
+
+WORKING = (
+    # what is run
+    Argument(
+        "model", "str, path or ModelSpec", "smollm2", "alias, directory, .gguf file, hub id, or a ModelSpec", anything
+    ),
+    Argument("tokenizer", "str", None, "where the tokenizer comes from; None: from the model", text),
+    Argument("skip_tokenizer_init", "bool", False, "ids in, ids out: no text, no stop strings", checks.flag),
+    Argument("revision", "str", None, "branch, tag or commit of a hub id", text),
+    Argument("download_dir", "str", None, "where hub files are kept; None: the hub's own cache", text),
+    Argument(
+        "load_format",
+        "str",
+        "auto",
+        "auto, safetensors, gguf, or dummy (random weights from `seed`, no weight files)",
+        choices("auto", "safetensors", "gguf", "dummy"),
+    ),
+    Argument("hf_overrides", "dict", {}, "changes to config.json before the model is built", mapping),
+    Argument(
+        "generation_config",
+        "str",
+        "auto",
+        "default sampling parameters: auto (the checkpoint's generation_config.json), vllm (none), or a directory",
+        text,
+    ),
+    Argument("override_generation_config", "dict", {}, "changes to those defaults", mapping),
+    Argument("seed", "int", 0, "of requests without a seed, and of dummy weights", integers(-(2**63), 2**63 - 1)),
+    # where it runs
+    Argument("backend", "str", "auto", "torch or jax; auto: torch if it is installed, else jax", text),
+    Argument(
+        "dtype",
+        "str",
+        "auto",
+        "of weights, activations and cache: half, float16, bfloat16, float, float32; auto: float32",
+        choices("auto", "half", "float16", "bfloat16", "float", "float32"),
+    ),
+    Argument("attention", "str", "auto", "an implementation of the backend; a wrong name lists them", text),
+    Argument(
+        "layout",
+        "str or CacheLayout",
+        "token_major",
+        "physical order of the cache: token_major, head_major, or a layout of your own",
+        anything,
+    ),
+    Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
+    Argument("tensor_parallel_size", "int", 1, "devices that share each layer (jax only)", integers(1)),
+    Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
+    Argument("enforce_eager", "bool", False, "compile and capture nothing", checks.flag),
+    Argument(
+        "warmup", "str", "lazy", "lazy: compile on first use; all: compile everything first", choices("lazy", "all")
+    ),
+    Argument("compile_cache_dir", "str", None, "keeps compiled programs for the next start (jax only)", text),
+    # how much at a time
+    Argument(
+        "max_model_len",
+        "int or str",
+        None,
+        "tokens of prompt and output of one request; '8k' is 8000, '8K' 8192; auto or -1: the longest that fits; "
+        "None: what the model promises",
+        model_length,
+    ),
+    Argument("max_num_seqs", "int", 32, "requests that run at a time", integers(1)),
+    Argument(
+        "max_num_batched_tokens",
+        "int or str",
+        512,
+        "tokens of a step; at least max_num_seqs, and max_model_len without chunked prefill",
+        sizes(1),
+    ),
+    Argument("enable_chunked_prefill", "bool", True, "split prompts over steps", checks.flag),
+    Argument("long_prefill_token_threshold", "int", 0, "most tokens of one prompt in a step; 0: off", integers(0)),
+    Argument(
+        "scheduling_policy", "str", "fcfs", "fcfs, or priority: smaller numbers first", choices("fcfs", "priority")
+    ),
+    Argument(
+        "scheduler_order",
+        "str",
+        "decode_first",
+        "who is served first in a step: decode_first (running requests) or prefill_first (waiting ones)",
+        choices("decode_first", "prefill_first"),
+    ),
+    Argument(
+        "watermark",
+        "float",
+        0.0,
+        "part of the blocks that admission leaves free, 0 to below 1",
+        partial(checks.number, low=0, high=1, open_high=True),
+    ),
+    Argument("async_scheduling", "bool", True, "plan step k + 1 before the tokens of k are known", checks.flag),
+    # the cache
+    Argument("block_size", "int", 16, f"tokens of a block: {', '.join(map(str, BLOCK_SIZES))}", legal_block_size),
+    Argument("enable_prefix_caching", "bool", True, "reuse the blocks of equal prompt beginnings", checks.flag),
+    Argument(
+        "num_gpu_blocks_override",
+        "int or list",
+        None,
+        "exact number of blocks of each cache group, the null block included; a list has one number a group",
+        block_counts,
+    ),
+    Argument(
+        "kv_cache_memory_bytes",
+        "int or str",
+        None,
+        "exact size of the cache, all devices together, and overrides gpu_memory_utilization; None: at most 2 GiB, "
+        "and no more than could be of use",
+        sizes(1),
+    ),
+    Argument(
+        "gpu_memory_utilization",
+        "float",
+        0.9,
+        "on a CPU: part of the free memory that weights, activations and cache may take together. It bounds the "
+        "cache, and never enlarges it",
+        partial(checks.number, low=0, high=1, open_low=True),
+    ),
+    # what comes out
+    Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
+    Argument("step_log", "str", None, "file that takes a line a step, for replay", text),
+    Argument("disable_log_stats", "bool", True, "log no statistics", checks.flag),
+)
+
+# other names of the same: old vLLM, SGLang, and what the tuning guides say
+ALIASES = {
+    "max_batch_size": "max_num_batched_tokens",
+    "overlap": "async_scheduling",
+    "num_blocks": "num_gpu_blocks_override",
+    "policy": "scheduling_policy",
+}
+
+SPECULATIVE, LORA, MULTIMODAL = "speculative decoding", "LoRA", "multimodal input"
+OFFLOAD, PARALLEL, SERVER = "swapping and offloading", "this kind of parallelism", "an option of the server"
+
+LATER = (
+    Later("quantization", None, "quantization"),
+    Later("kv_cache_dtype", "auto", "a cache dtype of its own"),
+    Later("calculate_kv_scales", False, "a cache dtype of its own"),
+    Later("speculative_config", None, SPECULATIVE),
+    Later("speculative_model", None, SPECULATIVE),
+    Later("num_speculative_tokens", None, SPECULATIVE, (0,)),
+    Later("ngram_prompt_lookup_max", None, SPECULATIVE),
+    Later("ngram_prompt_lookup_min", None, SPECULATIVE),
+    Later("prompt_lookup_max", None, SPECULATIVE),
+    Later("prompt_lookup_min", None, SPECULATIVE),
+    Later("spec_method", None, SPECULATIVE),
+    Later("spec_model", None, SPECULATIVE),
+    Later("spec_tokens", None, SPECULATIVE),
+    Later("enable_lora", False, LORA),
+    Later("max_loras", 1, LORA),
+    Later("max_lora_rank", 16, LORA),
+    Later("max_cpu_loras", None, LORA),
+    Later("fully_sharded_loras", False, LORA),
+    Later("lora_modules", None, LORA),
+    Later("limit_mm_per_prompt", None, MULTIMODAL, ({},)),
+    Later("mm_processor_kwargs", None, MULTIMODAL, ({},)),
+    Later("mm_processor_cache_gb", None, MULTIMODAL),
+    Later("enable_prompt_embeds", False, "prompt embeddings"),
+    Later("swap_space", 0, OFFLOAD),
+    Later("cpu_offload_gb", 0, OFFLOAD),
+    Later("kv_offloading_size", None, OFFLOAD, (0,)),
+    Later("kv_offloading_backend", None, OFFLOAD),
+    Later("preemption_mode", "recompute", "preemption by swapping", ("RECOMPUTE",)),
+    Later("kv_transfer_config", None, "moving the cache between engines"),
+    Later("kv_events_config", None, "cache events"),
+    Later("pipeline_parallel_size", 1, PARALLEL),
+    Later("data_parallel_size", 1, PARALLEL),
+    Later("decode_context_parallel_size", 1, PARALLEL),
+    Later("prefill_context_parallel_size", 1, PARALLEL),
+    Later("enable_expert_parallel", False, PARALLEL),
+    Later("enable_eplb", False, PARALLEL),
+    Later("distributed_executor_backend", None, PARALLEL, ("uni",)),
+    Later("tokenizer_pool_size", 1, "a pool of tokenizers", (0,)),
+    Later("renderer_num_workers", 1, "a pool of tokenizers"),
+    Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
+    Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
+    Later("code_revision", None, "code from a checkpoint"),
+    Later("trust_remote_code", False, "code from a checkpoint"),
+    Later("model_impl", "auto", "modelling code of transformers"),
+    Later("config_format", "auto", "a config that is not config.json"),
+    Later("runner", "auto", "pooling models", ("generate",)),
+    Later("task", "auto", "pooling models", ("generate",)),
+    Later("convert", "auto", "pooling models", ("none",)),
+    Later("device", "auto", "choosing a device apart from the backend"),
+    Later("compilation_config", None, "compile levels", ({},)),
+    Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
+    Later("scheduler_cls", None, "a scheduler of one's own"),
+    Later("logits_processors", None, "logits processors", ([],)),
+    Later("logprobs_mode", "raw_logprobs", "processed logprobs and logits"),
+    Later("structured_outputs_config", None, "structured output"),
+    Later("guided_decoding_backend", None, "structured output", ("auto",)),
+    Later("enable_sleep_mode", False, "sleep mode"),
+    Later("stream_interval", 1, "coarser streams"),
+    Later("max_num_queued_reqs", None, "a bound on the queue"),
+    Later("allow_auto_truncate", False, "truncated prompts"),
+    Later("num_scheduler_steps", 1, "several steps at a time"),
+    Later("additional_config", None, "options of a plugin", ({},)),
+    Later("host", None, SERVER),
+    Later("port", None, SERVER),
+    Later("api_key", None, SERVER),
+    Later("served_model_name", None, SERVER),
+    Later("chat_template", None, SERVER),
+    Later("max_log_len", None, SERVER),
+)
+
+HINTS = {
+    "model_path": "it is called model",
+    "context_length": "it is called max_model_len",
+    "max_running_requests": "it is called max_num_seqs",
+    "chunked_prefill_size": "it is called max_num_batched_tokens",
+    "mem_fraction_static": "it is called gpu_memory_utilization",
+    "page_size": "it is called block_size",
+    "tp": "it is called tensor_parallel_size",
+    "tp_size": "it is called tensor_parallel_size",
+    "rope_scaling": "use hf_overrides={'rope_scaling': ...}",
+    "rope_theta": "use hf_overrides={'rope_theta': ...}",
+    "use_v2_block_manager": "it is gone: there is one block manager",
+    "max_seq_len_to_capture": "it is gone: programs are kept by shape",
+    "max_context_len_to_capture": "it is gone: programs are kept by shape",
+    "num_lookahead_slots": "it is gone: it follows from speculative decoding",
+    "worker_use_ray": "it is gone: use distributed_executor_backend",
+    "use_tqdm": "it belongs to generate()",
+}

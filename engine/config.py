@@ -1,0 +1,225 @@
+"""Engine arguments made into one frozen value, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..models.interface import CacheLayout, ModelSpec
+from ..models.layouts.paged import HeadMajor, TokenMajor
+from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
+from .backend import resolve_backend
+from .checks import check_names
+
+DTYPES = {"auto": "float32", "half": "float16", "float": "float32"}
+LAYOUTS = {"token_major": TokenMajor, "head_major": HeadMajor}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every engine argument, resolved. docs/engine_arguments.md says what each one means.
+
+    `max_model_len` may be None until `for_model` has seen the model. `fit_model_len` says that the memory plan may lower
+    it ("auto" was asked for), `given` names the arguments that the user set.
+    """
+
+    model: Any
+    tokenizer: str | None
+    skip_tokenizer_init: bool
+    revision: str | None
+    download_dir: str | None
+    load_format: str
+    hf_overrides: Mapping[str, Any]
+    generation_config: str
+    override_generation_config: Mapping[str, Any]
+    seed: int
+    backend: str
+    dtype: str
+    attention: str
+    layout: CacheLayout
+    mode: str
+    tensor_parallel_size: int
+    threads: int | None
+    enforce_eager: bool
+    warmup: str
+    compile_cache_dir: str | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    scheduling_policy: str
+    scheduler_order: str
+    watermark: float
+    async_scheduling: bool
+    block_size: int
+    enable_prefix_caching: bool
+    num_gpu_blocks_override: int | tuple[int, ...] | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    max_logprobs: int
+    step_log: str | None
+    disable_log_stats: bool
+    given: frozenset[str] = frozenset()
+    fit_model_len: bool = False
+
+    def for_model(self, model: ModelSpec) -> EngineConfig:
+        """The same with what follows from the model. Raises ValueError where the two do not fit."""
+        length, most = self.max_model_len, model.max_model_len
+        if length is not None and length > most:
+            raise ValueError(
+                f"max_model_len {length} is more than the {most} tokens that the model's config promises: "
+                f"use {most} or less, or change the config with hf_overrides"
+            )
+        counts = self.num_gpu_blocks_override
+        if isinstance(counts, tuple) and len(counts) != len(model.groups):
+            raise ValueError(f"num_gpu_blocks_override {counts} has {len(counts)} numbers: one for each of the "
+                             f"model's {len(model.groups)} cache groups is right")  # fmt: skip
+        length = most if length is None else length
+        return replace(self, max_model_len=length, max_num_batched_tokens=_budget(self, length))
+
+
+def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
+    """The configuration that these arguments ask for.
+
+    None means the default. Raises ValueError for a wrong value, UnknownArgumentError for an unknown name,
+    NotImplementedError for what is known and not built yet.
+    """
+    values = _named(arguments)
+    _refuse_later(values)
+    given = {a.name: a.check(a.name, values[a.name]) for a in WORKING if a.name in values}
+    resolved = {a.name: a.default for a in WORKING} | given | {"model": _model(model)}
+    resolved |= {
+        "backend": resolve_backend(resolved["backend"]),
+        "dtype": DTYPES.get(resolved["dtype"], resolved["dtype"]),
+    }
+    resolved |= _layout(resolved["layout"], given.get("block_size"))
+    fit = resolved["max_model_len"] == -1
+    resolved |= {"max_model_len": None} if fit else {}
+    config = EngineConfig(**resolved, given=frozenset(given), fit_model_len=fit)
+    _check_backend(config)
+    return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))
+
+
+def _named(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not None, by their names of today."""
+    known = {a.name for a in WORKING} | {a.name for a in LATER} | ALIASES.keys()
+    check_names("engine argument", arguments, known, HINTS)
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        target = ALIASES.get(name, name)
+        if target in values and values[target] != value:
+            raise ValueError(
+                f"{target} {values[target]!r} and {name} {value!r} mean the same argument: give one of them"
+            )
+        values[target] = value
+    return values
+
+
+def _refuse_later(values: Mapping[str, Any]) -> None:
+    for a in LATER:
+        if a.name in values and values[a.name] not in (a.default, *a.harmless):
+            raise NotImplementedError(f"{a.name}={values[a.name]!r}: {a.feature} is not supported yet")
+
+
+def _model(model: Any) -> Any:
+    if isinstance(model, ModelSpec):
+        return model
+    if isinstance(model, str | Path) and str(model):
+        return model
+    raise ValueError(f"model {model!r} is not a name, a path or a ModelSpec")
+
+
+def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
+    """The layout as a value, and the block size, which is a part of it."""
+    if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}, or pass a CacheLayout")
+        layout = LAYOUTS[layout](block_size or TokenMajor.block_size)
+    if not all(hasattr(layout, name) for name in ("block_size", "spec", "attention")):
+        raise ValueError(f"layout {layout!r} is not a CacheLayout: it needs block_size, spec and attention")
+    if block_size is not None and block_size != layout.block_size:
+        raise ValueError(
+            f"block_size {block_size} is not the {layout.block_size} of layout {layout!r}: give one of them"
+        )
+    return {"layout": layout, "block_size": legal_block_size("block_size", layout.block_size)}
+
+
+def _check_backend(c: EngineConfig) -> None:
+    """Refuses what only the other backend has."""
+    if c.backend == "torch":
+        if c.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size={c.tensor_parallel_size} is not supported on torch yet: use backend='jax'"
+            )
+        if c.compile_cache_dir is not None:
+            raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
+    if c.backend == "jax":
+        if c.mode != "in_place":
+            raise NotImplementedError(f"mode={c.mode!r} is not supported on jax, where the cache is always donated")
+        if c.threads is not None:
+            raise NotImplementedError(
+                f"threads={c.threads} is not supported on jax: limit the process (taskset) instead"
+            )
+
+
+def _budget(c: EngineConfig, max_model_len: int | None) -> int:
+    """max_num_batched_tokens; the default one adapts, a given one is checked. The length may not be known yet."""
+    budget, whole, length = c.max_num_batched_tokens, not c.enable_chunked_prefill, max_model_len or 0
+    if "max_num_batched_tokens" not in c.given:
+        budget = min(budget, c.max_num_seqs * length) if length else budget
+        return max(budget, c.max_num_seqs, length if whole else 0)
+    if budget < c.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {budget} is less than max_num_seqs {c.max_num_seqs}: each running request takes a "
+            f"token a step, so use at least {c.max_num_seqs}, or fewer sequences"
+        )
+    if whole and budget < length:
+        raise ValueError(
+            f"max_num_batched_tokens {budget} is less than max_model_len {length}, and without chunked prefill a "
+            f"prompt is computed in one step: use at least {length}, a shorter max_model_len, or enable_chunked_prefill=True"
+        )
+    return budget
+
+
+def markdown() -> str:
+    """docs/engine_arguments.md."""
+    working = [f"| `{a.name}` | {a.kind} | {_shown(a.default)} | {a.doc} |" for a in WORKING]
+    aliases = [f"| `{old}` | `{name}` |" for old, name in ALIASES.items()]
+    later = [f"| `{a.name}` | {', '.join(map(_shown, (a.default, *a.harmless)))} | {a.feature} |" for a in LATER]
+    return "\n".join([HEAD, *working, ALIAS_HEAD, *aliases, LATER_HEAD, *later, ""])
+
+
+def _shown(value: Any) -> str:
+    return f"`{value!r}`"
+
+
+HEAD = """# Engine arguments
+
+Made by `python -m octavo.engine.config`; do not edit. `LLM(model, **arguments)` and the command line take these. None
+means the default. An unknown name is an error.
+
+| Argument | Type | Default | Meaning |
+|---|---|---|---|"""
+
+ALIAS_HEAD = """
+## Other names
+
+| Name | Means |
+|---|---|"""
+
+LATER_HEAD = """
+## Known, and not supported yet
+
+These values are accepted, since they ask for nothing; any other raises NotImplementedError.
+
+| Argument | Accepted | Belongs to |
+|---|---|---|"""
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
