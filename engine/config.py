@@ -21,8 +21,8 @@ LAYOUTS = {"token_major": TokenMajor, "head_major": HeadMajor}
 class EngineConfig:
     """Every engine argument, resolved. docs/engine_arguments.md says what each one means.
 
-    `max_model_len` may be None until `for_model` has seen the model. `fit_model_len` says that the memory plan may lower
-    it ("auto" was asked for), `given` names the arguments that the user set.
+    `max_model_len` may be None until `for_model` has seen the model. `fit_model_len` says that the memory plan may
+    lower it ("auto" was asked for), `given` names the arguments that the user set.
     """
 
     model: Any
@@ -181,7 +181,7 @@ def _budget(c: EngineConfig, max_model_len: int | None) -> int:
     if whole and budget < length:
         raise ValueError(
             f"max_num_batched_tokens {budget} is less than max_model_len {length}, and without chunked prefill a "
-            f"prompt is computed in one step: use at least {length}, a shorter max_model_len, or enable_chunked_prefill=True"
+            f"prompt is computed in one step: use at least {length}, a shorter max_model_len, or chunked prefill"
         )
     return budget
 
