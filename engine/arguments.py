@@ -185,8 +185,8 @@ WORKING = (
         "kv_cache_memory_bytes",
         "int or str",
         None,
-        "exact size of the cache, all devices together, and overrides gpu_memory_utilization; None: at most 2 GiB, "
-        "and no more than could be of use",
+        "size of the cache on each device, to the block; overrides gpu_memory_utilization. None: 2 GiB, or less where "
+        "that is of no use",
         sizes(1),
     ),
     Argument(

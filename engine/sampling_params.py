@@ -31,7 +31,6 @@ NO_OPS = {
     "bad_words": [],
     "extra_args": {},
     "logit_bias": {},
-    "skip_reading_prefix_cache": False,
     "stream_interval": 1,
 }
 
@@ -60,7 +59,6 @@ class NotYet:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
-    skip_reading_prefix_cache: bool | None = None
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
@@ -97,6 +95,7 @@ class SamplingParams(NotYet):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt; what is computed may still be reused
 
     def __new__(cls, **names: Any) -> SamplingParams:
         check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
@@ -224,6 +223,7 @@ def _returning(p: SamplingParams) -> dict[str, Any]:
     """The fields that say what comes back."""
     logprobs = {True: 1, False: None}[p.logprobs] if isinstance(p.logprobs, bool) else p.logprobs
     flags = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
-    return {"logprobs": None if logprobs is None else integer("logprobs", logprobs, -1, math.inf)} | {
-        name: flag(name, getattr(p, name)) for name in flags
-    }
+    return {
+        "logprobs": None if logprobs is None else integer("logprobs", logprobs, -1, math.inf),
+        "skip_reading_prefix_cache": flag("skip_reading_prefix_cache", p.skip_reading_prefix_cache or False),
+    } | {name: flag(name, getattr(p, name)) for name in flags}
