@@ -1,0 +1,58 @@
+"""Checkpoint tensors to one weight: parts rearranged, cast, and written straight into their place in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from einops import EinopsError, rearrange
+
+from ...models.interface import Part
+from .source import TensorSource
+from .tree import Leaf
+
+# numbers copied at once: strided copies are up to four times faster in pieces that the processor's cache holds
+BLOCK = 1 << 16
+
+
+def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int]) -> np.ndarray:
+    """A fresh array: the parts of leaf.source side by side along its axis, in the leaf's dtype.
+
+    `sizes` tells letters of the patterns. Raises ValueError naming the tensor if it does not fit.
+    """
+    shape, axis = leaf.spec.shape, leaf.source.axis
+    out, at = np.empty(shape, leaf.dtype), 0
+    for part in leaf.source.parts:
+        x = fit(source.get(part.name), part, sizes)
+        place = out[(slice(None),) * axis + (slice(at, at + x.shape[axis]),)]
+        if place.shape != x.shape:
+            raise ValueError(f"{part.name} gives {x.shape} at {at} of axis {axis}: {leaf.path} has shape {shape}")
+        copy_into(place, x)
+        at += x.shape[axis]
+    if at != shape[axis]:
+        raise ValueError(f"{', '.join(leaf.names)} fill {at} of axis {axis}: {leaf.path} has shape {shape}")
+    return out
+
+
+def fit(x: np.ndarray, part: Part, sizes: Mapping[str, int]) -> np.ndarray:
+    """x with its axes as the part's pattern says; a view where that is possible."""
+    letters = re.findall(r"[a-z]\w*", part.pattern.split("->")[0])
+    known = {n: sizes[n] for n in letters if n in sizes}
+    try:
+        return rearrange(x, part.pattern, **known)
+    except EinopsError as error:
+        raise ValueError(f"{part.name} of shape {x.shape} does not fit {part.pattern!r} with {known}") from error
+
+
+def copy_into(place: np.ndarray, x: np.ndarray) -> None:
+    """place[...] = x with a cast, in blocks."""
+    if x.size > BLOCK:
+        axis = max((i for i in range(x.ndim) if x.shape[i] > 1), key=lambda i: abs(x.strides[i]))
+        front, half = (slice(None),) * axis, x.shape[axis] // 2
+        for side in (slice(half), slice(half, None)):
+            copy_into(place[(*front, side)], x[(*front, side)])
+        return
+    # as words: numpy moves elements of a dtype that is not its own (bfloat16) by one call each
+    word = f"u{place.itemsize}"
+    place.view(word)[...] = x.astype(place.dtype, copy=False).view(word)

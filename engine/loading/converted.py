@@ -1,0 +1,126 @@
+"""The cache of converted weights: every leaf as it is placed, in one safetensors file, so that a start only maps it.
+
+A file's name is made of its checkpoint's identity, the dtype, and a digest of the model's leaves and of how they are
+arranged: what would hold other numbers has another name. The header holds a checksum a leaf; a file that fails one, or
+is cut short, is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from ...models.interface import ModelSpec
+from .cache_dir import cache_dir
+from .safetensors import DTYPES, open_safetensors
+from .tree import Leaf, leaves_of
+
+log = logging.getLogger(__name__)
+
+CONVERTER = 1  # raise it when the same file would be converted to other numbers
+DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+class CorruptError(ValueError):
+    """A file of converted weights is not what its header, or its name, says."""
+
+
+def converted_dir() -> Path:
+    return cache_dir() / "converted"
+
+
+def converted_path(identity: str, model: ModelSpec, dtype: str) -> Path:
+    """Where the weights of a checkpoint, converted for a model, are or will be kept."""
+    digest = hashlib.sha256(f"converter {CONVERTER}".encode())
+    for leaf in _stored(leaves_of(model, dtype)):
+        digest.update(f"{leaf.path} {leaf.spec.shape} {leaf.dtype} {leaf.source}\n".encode())
+    digest.update(repr(sorted(model.pattern_sizes.items())).encode())
+    return converted_dir() / f"{identity}-{dtype}-{digest.hexdigest()[:8]}.safetensors"
+
+
+def open_converted(path: Path) -> Callable[[Leaf], np.ndarray]:
+    """A function from a leaf to its value, a view of the mapped file; it raises CorruptError if the checksum differs."""
+    try:
+        file = open_safetensors(path)
+    except ValueError as error:
+        raise CorruptError(str(error)) from error
+
+    def read(leaf: Leaf) -> np.ndarray:
+        entry = file.header.get(leaf.path)
+        if entry is None or tuple(entry["shape"]) != leaf.spec.shape or DTYPES[entry["dtype"]] != leaf.dtype:
+            raise CorruptError(f"{path}: expected {leaf.path} {leaf.spec.shape} {leaf.dtype}, found {entry}")
+        value = file.get(leaf.path)
+        if (found := checksum(value)) != file.metadata.get(leaf.path):
+            raise CorruptError(f"{path}: checksum of {leaf.path} is {found}, expected {file.metadata.get(leaf.path)}")
+        return value
+
+    return read
+
+
+@contextmanager
+def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarray], np.ndarray]]:
+    """Gives a function that writes a leaf's value and returns it; call it in the order of `leaves`.
+
+    The file appears under its name only when the block ends without an error, in place of older ones for the same
+    checkpoint and dtype. Where the cache folder cannot be written, nothing is kept, and a warning says so.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".partial")
+    except OSError as error:
+        log.warning("converted weights are not kept, so every start will convert: %s", error)
+        yield lambda leaf, value: value
+        return
+    try:
+        with open(handle, "wb") as file:
+            sums: dict[str, str] = {}
+            file.write(_header(leaves, {}))
+            yield lambda leaf, value: _append(file, sums, leaf, value)
+            file.seek(0)
+            file.write(_header(leaves, sums))
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    for older in path.parent.glob(path.name[: -len("12345678.safetensors")] + "*.safetensors"):
+        if older != path:
+            older.unlink(missing_ok=True)
+
+
+def checksum(x: np.ndarray) -> str:
+    """The CRC-32 of the array's bytes, in 8 hex digits."""
+    return f"{zlib.crc32(x.reshape(-1).view(np.uint8)):08x}"
+
+
+def _append(file: IO[bytes], sums: dict[str, str], leaf: Leaf, value: np.ndarray) -> np.ndarray:
+    sums[leaf.path] = checksum(value)
+    file.write(value.reshape(-1).view(np.uint8).data)
+    return value
+
+
+def _header(leaves: list[Leaf], sums: dict[str, str]) -> bytes:
+    """The safetensors header. Its length does not depend on the sums, which are known last."""
+    header: dict = {"__metadata__": {leaf.path: sums.get(leaf.path, "0" * 8) for leaf in _stored(leaves)}}
+    at = 0
+    for leaf in _stored(leaves):
+        offsets = [at, at + leaf.nbytes]
+        header[leaf.path] = {"dtype": DTYPE_NAMES[leaf.dtype], "shape": leaf.spec.shape, "data_offsets": offsets}
+        at += leaf.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _stored(leaves: list[Leaf]) -> list[Leaf]:
+    """Leaves that come from the checkpoint, and not from the model itself."""
+    return [leaf for leaf in leaves if leaf.names]

@@ -1,0 +1,57 @@
+"""Tensors of pytorch_model*.bin files. Only torch can read them; it unpickles tensors and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from .source import shards_of_index
+
+
+@dataclass(frozen=True)
+class PtSource:
+    """The tensors of one or several mapped files."""
+
+    tensors: dict[str, torch.Tensor]
+    identity: None = None
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def get(self, name: str) -> np.ndarray:
+        x = self.tensors[name].detach()
+        if x.dtype == torch.bfloat16:
+            return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return x.numpy()
+
+    def nbytes(self, name: str) -> int:
+        return self.tensors[name].nbytes
+
+
+def source_of_folder(folder: Path) -> PtSource:
+    """The tensors of a model folder: of all files that the index lists, else of pytorch_model.bin."""
+    index, single = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
+    if index.exists():
+        files = sorted(set(shards_of_index(index).values()))
+    elif single.exists():
+        files = [single]
+    else:
+        raise ValueError(f"{folder}: expected {index.name} or {single.name}, found neither")
+    return PtSource({name: x for file in files for name, x in _open(file).items()})
+
+
+def _open(path: Path) -> dict[str, torch.Tensor]:
+    # files from before torch 1.6 are no zip archives, and cannot be mapped
+    mapped = zipfile.is_zipfile(path)
+    try:
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is truncated, corrupt or no torch file: {error}"
+        ) from error

@@ -1,0 +1,66 @@
+"""The trees of a ModelSpec, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ...models.interface import ArraySpec, Fuse, ModelSpec
+from ..backend import Backend
+
+# numpy knows "bfloat16" by name only after ml_dtypes is imported; so say what it is
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One weight of a model: where it is in the tree ("layers.0.qkv"), what it is, and what it is made of."""
+
+    path: str
+    spec: ArraySpec
+    source: Fuse | np.ndarray  # an array is the value itself (init "host")
+    dtype: np.dtype  # in which it is placed
+
+    @property
+    def names(self) -> list[str]:
+        """The checkpoint tensors that it is made of."""
+        return [part.name for part in self.source.parts] if isinstance(self.source, Fuse) else []
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.spec.shape))
+
+
+def map_leaves(f: Callable[[Leaf], Any], model: ModelSpec, dtype: str) -> dict[str, Any]:
+    """f over the model's weights, as a tree. `dtype` is that of leaves whose spec names none."""
+
+    def walk(spec: Any, source: Any, path: str) -> Any:
+        if isinstance(spec, dict):
+            return {k: walk(v, source[k], f"{path}.{k}") for k, v in spec.items()}
+        if isinstance(spec, list | tuple):
+            return type(spec)(walk(v, source[i], f"{path}.{i}") for i, v in enumerate(spec))
+        name = spec.dtype or dtype
+        return f(Leaf(path[1:], spec, source, BFLOAT16 if name == "bfloat16" else np.dtype(name)))
+
+    return walk(model.weights, model.checkpoint, "")
+
+
+def leaves_of(model: ModelSpec, dtype: str) -> list[Leaf]:
+    """The model's weights in the order of map_leaves."""
+    found: list[Leaf] = []
+    map_leaves(found.append, model, dtype)
+    return found
+
+
+def place_tree(read: Callable[[Leaf], np.ndarray], model: ModelSpec, backend: Backend) -> dict[str, Any]:
+    """The weights placed one by one, each dropped on the host before the next is read."""
+
+    def place(leaf: Leaf) -> Any:
+        value = leaf.source if isinstance(leaf.source, np.ndarray) else read(leaf)
+        return backend.place_weight(value, leaf.spec)
+
+    return map_leaves(place, model, backend.dtype)

@@ -1,0 +1,91 @@
+"""Weights from a checkpoint or from a seed, as the model's specs and name map declare them.
+
+Loading streams: one leaf at a time is read, arranged, placed and dropped, so that the peak of memory is what is
+placed plus a leaf or two.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...models.interface import ModelSpec
+from ..backend import Backend
+from .arrange import arrange
+from .converted import CorruptError, converted_path, keeping, open_converted
+from .source import TensorSource
+from .tree import Leaf, leaves_of, place_tree
+
+log = logging.getLogger(__name__)
+
+# what Hugging Face ignores too: tables in older checkpoints, and the unembedding of a model that is tied
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
+NUM_DUMMY = 65_537  # different numbers in a dummy leaf; a prime, so that the rows of a matrix differ
+
+
+def load_weights(model: ModelSpec, source: TensorSource, backend: Backend) -> dict[str, Any]:
+    """The weights tree of a model, read from `source` and placed.
+
+    Raises ValueError listing tensors that are missing, that nothing asks for, or whose shape does not fit.
+    """
+    check_names(model, source)
+
+    def make(leaf: Leaf) -> np.ndarray:
+        return arrange(leaf, source, model.pattern_sizes)
+
+    if source.identity is None:
+        return place_tree(make, model, backend)
+    path = converted_path(source.identity, model, backend.dtype)
+    if path.exists():
+        try:
+            return place_tree(open_converted(path), model, backend)
+        except CorruptError as error:
+            log.warning("converted weights are made anew: %s", error)
+    with keeping(path, leaves_of(model, backend.dtype)) as keep:
+        return place_tree(lambda leaf: keep(leaf, make(leaf)), model, backend)
+
+
+def check_names(model: ModelSpec, source: TensorSource) -> None:
+    """Raises ValueError listing the tensors that the model wants and the source lacks, and the reverse."""
+    wanted = {name for leaf in leaves_of(model, "float32") for name in leaf.names}
+    found = set(source.names())
+    missing = sorted(wanted - found)
+    unexpected = sorted(name for name in found - wanted if not name.endswith(HARMLESS))
+    if missing or unexpected:
+        raise ValueError(
+            f"the checkpoint does not fit the model {model.name!r}: "
+            f"missing tensors: {', '.join(missing) or 'none'}; unexpected tensors: {', '.join(unexpected) or 'none'}"
+        )
+    if found > wanted:
+        log.info("tensors that the model %r does not need: %s", model.name, ", ".join(sorted(found - wanted)))
+
+
+def dummy_weights(model: ModelSpec, backend: Backend, seed: int = 0) -> dict[str, Any]:
+    """Weights without any file: the same for the same seed, each leaf independent of the others and of their order.
+
+    Made for speed, not for quality: normal numbers of deviation 0.02, of which a leaf repeats 65,537.
+    """
+    return _seeded(model, backend, seed, lambda rng, shape: np.resize(_normal(rng, 0.02, NUM_DUMMY), shape))
+
+
+def random_weights(model: ModelSpec, backend: Backend, seed: int = 0, scale: float = 0.2) -> dict[str, Any]:
+    """Weights for tests: normal numbers of deviation `scale`, all different, from one generator a leaf."""
+    return _seeded(model, backend, seed, lambda rng, shape: _normal(rng, scale, shape))
+
+
+def _normal(rng: np.random.Generator, scale: float, shape: int | tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32) * np.float32(scale)
+
+
+def _seeded(model: ModelSpec, backend: Backend, seed: int, normal: Callable[..., np.ndarray]) -> dict[str, Any]:
+    def make(leaf: Leaf) -> np.ndarray:
+        if leaf.spec.init != "normal":
+            return getattr(np, leaf.spec.init)(leaf.spec.shape, leaf.dtype)
+        rng = np.random.default_rng((seed, zlib.crc32(leaf.path.encode())))
+        return normal(rng, leaf.spec.shape).astype(leaf.dtype, copy=False)
+
+    return place_tree(make, model, backend)
