@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from .chat_template import render
+from .pieces import Pieces
 from .tokenizer_gguf import add_ends, backend_from_metadata
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -59,6 +60,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids outside the vocabulary have none."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What each token stands for; the detokeniser's table."""
+        return Pieces(self.backend)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns exactly what a token stands for; those of all tokens in a row are the bytes of the text."""
+        return self.pieces[token_id].data
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
         """Returns the vocabulary's spelling of each id, None for one outside of it."""
@@ -172,11 +182,10 @@ def _choose_template(own: ChatTemplate, asked: str | None, has_tools: bool) -> s
             return own[name]
         if asked is None:
             raise ValueError(f"the tokenizer has several chat templates and no default; pass one of {sorted(own)}")
-    if asked is not None:
-        return asked
-    if own is None:
+    template = own if asked is None else asked
+    if not isinstance(template, str):
         raise ValueError("the tokenizer has no chat template; pass chat_template=")
-    return own
+    return template
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Where transformers' conversion and the model's own tokenizer.json differ, the model's own wins:
 
-- "smollm" and its like split digits one by one before everything else; transformers ignores that, and gives other ids for
-  a run of white space before a digit ("\\n    1").
+- "smollm" and its like cut out digits (of any script, "½" too) one by one before all else; transformers does not,
+  and gives other ids for a run of white space before a digit ("\\n    1").
 - "llama-bpe" and "tekken" vocabularies ignore merges for whole words in the vocabulary and start with BOS; "qwen2"
   normalises to NFC.
 - `add_space_prefix` and `unknown_token_id` are honoured.
