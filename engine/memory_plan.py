@@ -71,7 +71,128 @@ class Planner:
     available: int | None
 
     @cached_property
-    def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str, int]) -> int:
+    def block_bytes(self) -> tuple[int, ...]:
+        """One block in all layers of each group, on one device."""
+
+        def of_layer(i: int, blocks: int) -> int:
+            specs = self.config.layout.spec(self.model.attention[i], blocks).values()
+            return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
+
+        return tuple(sum(of_layer(i, 2) - of_layer(i, 1) for i in group.layers) for group in self.model.groups)
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        specs, embed = leaves(self.model.weights), self.model.weights["embed"]
+        if self.config.backend == "torch" and embed.product is not None:
+            # packed for its product, a tied table is kept a second time for look-ups
+            specs.append(embed)
+        return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
+
+    @cached_property
+    def activations_bytes(self) -> int:
+        return max(forward_bytes(self.config, self.model, self.divisors), head_bytes(self.config, self.model))
+
+    def rows_bytes(self, length: int) -> int:
+        return sum(spec_bytes(s, "int32", {}) for s in row_specs(self.config.max_num_seqs + 1, length).values())
+
+    def blocks(self, length: int) -> list[int]:
+        """The most blocks that a sequence of this length holds, in each group (as BlockManager.peak)."""
+        size, budget = self.config.block_size, self.config.max_num_batched_tokens
+        whole, windows = -(-length // size), (g.window for g in self.model.groups)
+        return [whole if w is None else min(whole, -(-(w + budget) // size) + 1) for w in windows]
+
+    def bytes_of(self, blocks: Iterable[int]) -> int:
+        """Bytes, on one device, of so many blocks of each group."""
+        return sum(n * size for n, size in zip(blocks, self.block_bytes, strict=True))
+
+    def cache_limit(self, length: int) -> int:
+        """Bytes that the pools of one device may have."""
+        c = self.config
+        if c.kv_cache_memory_bytes is not None:
+            return c.kv_cache_memory_bytes
+        useful = USEFUL * c.max_num_seqs * self.bytes_of(self.blocks(length)) + sum(self.block_bytes)
+        limit = min(DEFAULT_CACHE_BYTES // c.tensor_parallel_size, useful)
+        if self.available is None:
+            return limit
+        others = self.weights_bytes + self.rows_bytes(length) + self.activations_bytes
+        return min(limit, int(self.available * c.gpu_memory_utilization) - others)
+
+    def pools(self, length: int) -> list[int]:
+        """Blocks of each group at this max_model_len; less than one request needs, if there is no more room.
+
+        The groups share as they need, so that a request that fits in one fits in all; each has a null block too.
+        """
+        override, need = self.config.num_gpu_blocks_override, self.blocks(length)
+        if override is not None:
+            return list(override) if isinstance(override, tuple) else [override] * len(need)
+        room = max(0, self.cache_limit(length) - sum(self.block_bytes))
+        return [1 + room * n // self.bytes_of(need) for n in need]
+
+    def fits(self, length: int) -> bool:
+        return all(have > need for have, need in zip(self.pools(length), self.blocks(length), strict=True))
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest max_model_len, up to the model's, of which one request fits; 0 if none does."""
+        low, high = 0, self.model.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
+        return low
+
+
+def memory_plan(
+    config: EngineConfig,
+    model: ModelSpec,
+    *,
+    divisors: Mapping[str, int] | None = None,
+    available: int | None = None,
+) -> MemoryPlan:
+    """The plan of a config that has been through `for_model`.
+
+    `divisors` says over how many devices a logical axis is split; `available` is the free memory of a device in bytes
+    (devices that are one host's CPU share its memory), None where it is not known. Under max_model_len "auto" the
+    plan's max_model_len is the longest that fits. Raises ValueError when the cache cannot hold one request.
+    """
+    if config.max_model_len is None:
+        raise ValueError("max_model_len is not known yet: plan config.for_model(model)")
+    planner = Planner(config, model, divisors or {}, available)
+    length = config.max_model_len
+    if config.fit_model_len and planner.longest:
+        length = min(length, planner.longest)
+    if not planner.fits(length):
+        raise ValueError(_too_small(planner, length))
+    return _plan(planner, length)
+
+
+def available_memory() -> int | None:
+    """Bytes that a process can still get on this host, its control group's limit included; None if nobody says."""
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if (group / limit).exists() and (text := (group / limit).read_text().strip()) != "max":
+            found.append(int(text) - int((group / used).read_text()))
+    return min(found, default=None)
+
+
+def spec_bytes(spec: ArraySpec, dtype: str, divisors: Mapping[str, int]) -> int:
+    """Bytes of one device's shard."""
+    shard = (-(-n // divisors.get(axis or "", 1)) for n, axis in zip(spec.shape, spec.axes, strict=True))
+    return math.prod(shard) * itemsize(spec.dtype or dtype)
+
+
+def itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str, int]) -> int:
     """An estimate of what a forward holds beside weights and cache: residuals, one product, one piece of attention."""
     tokens, size = config.max_num_batched_tokens, itemsize(config.dtype)
     products = [_product_sizes(s, divisors) for s in leaves(model.weights) if s.product and s.product.startswith("t")]
