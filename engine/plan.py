@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a plan treats a request as it does. A running request that just gets its next tokens is a chunk, no more."""
+
+    # what happened to it
+    ADMITTED = "admitted"
+    FORKED = "forked"  # admitted, and its prompt taken over from a running sibling
+    RESUMED = "resumed"  # admitted again after a preemption
+    PREEMPTED = "preempted"  # since the last plan, like the four ends below
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    # why a running one gets no tokens
+    ENDS_UNREAD = "ends_unread"  # a token in flight is certain to be its last
+    # why the head of the waiting queue, and so all behind it, does not start
+    NO_BUDGET = "no_budget"  # also a running one: the token budget is spent
+    NO_SEAT = "no_seat"  # max_num_seqs are running
+    NO_ROOM = "no_room"  # its blocks do not fit
+    AFTER_PREEMPTION = "after_preemption"  # a step that preempts admits nobody
+    # why a waiting one is set aside, without holding up those behind it
+    IN_FLIGHT = "in_flight"  # preempted, with a token unread
+    SIBLING = "sibling"  # the first of its family computes the prompt
 
 
 @dataclass(frozen=True)
@@ -60,7 +85,7 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     variant: str = "greedy"  # of the head: the largest that a sampled row needs
     num_logprobs: int = -1  # the largest that a sampled row asks for; -1: none
-    reasons: tuple[tuple[str, str], ...] = ()  # (request id, reason code) of each decision
+    reasons: tuple[tuple[str, Reason], ...] = ()  # by request id; of events since the last plan, then of this one
 
     @property
     def sampled(self) -> list[Chunk]:

@@ -26,6 +26,9 @@ class Request:
     first: Request | None = None  # the sibling that computes the prompt for all n
 
     tokens: list[int] = field(default_factory=list)
+    limit: int = 0  # tokens, prompt and output, at which it ends by length
+    variant: int = 0  # of sampling.VARIANTS: the head it needs
+    num_logprobs: int = -1
     computed: int = 0
     in_flight: int = 0
     row: int | None = None  # None: not running

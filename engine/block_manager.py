@@ -1,0 +1,240 @@
+"""The block tables of all cache groups: what a request hits, is given, shares and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .block_pool import ROOT, BlockKey, BlockPool
+from .plan import TableWrite
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Tokens that a request need not compute, and the blocks that hold them, one tuple a group.
+
+    `copies` are (group, source block, index in the table): blocks that it must own, filled from another's.
+    """
+
+    length: int
+    blocks: tuple[tuple[int, ...], ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
+
+
+def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
+    """What the K/V of its index-th block depend on beside tokens. The first block's digest reaches all later ones."""
+    if index or request.cache_salt is None:
+        return ()
+    return (("salt", request.cache_salt.encode()),)
+
+
+class BlockManager:
+    """One pool a cache group; in a request, the tables of all groups are equally long.
+
+    `windows` says how many tokens each group's attention looks back, None for all. Blocks wholly behind the window
+    are freed while a request runs, and replaced by the null block.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        num_blocks: Sequence[int],
+        block_size: int,
+        enable_prefix_caching: bool,
+        max_num_batched_tokens: int,
+    ):
+        if not windows or len(windows) != len(num_blocks):
+            raise ValueError(f"{len(windows)} windows and {len(num_blocks)} pools: there must be one of each a group")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size {block_size} is not a power of two")
+        if min(num_blocks) < 2:
+            raise ValueError(f"num_blocks {list(num_blocks)}: a group needs the null block and one more")
+        if any(w is not None and w < 1 for w in windows):
+            raise ValueError(f"windows {list(windows)} must be at least 1 token, or None")
+        self.windows, self.num_blocks, self.block_size = tuple(windows), tuple(num_blocks), block_size
+        self.caching, self.max_num_batched_tokens = enable_prefix_caching, max_num_batched_tokens
+        self.pools = [BlockPool(n, group) for group, n in enumerate(num_blocks)]
+        self.windowed = any(w is not None for w in windows)
+
+    def ceil(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def peak(self, group: int, tokens: int) -> int:
+        """The most blocks a sequence of this length holds at once: a window forgets, but a chunk is written whole."""
+        window = self.windows[group]
+        if window is None:
+            return self.ceil(tokens)
+        return min(self.ceil(tokens), self.ceil(window + self.max_num_batched_tokens) + 1)
+
+    def too_small(self, tokens: int) -> int | None:
+        """The first group whose whole pool cannot hold a sequence of this length; None if all can."""
+        groups = range(len(self.pools))
+        return next((g for g in groups if self.peak(g, tokens) > self.num_blocks[g] - 1), None)
+
+    def usage(self) -> float:
+        """The used part, 0 to 1, of the fullest group."""
+        return max(1 - len(p.free) / (p.num_blocks - 1) for p in self.pools)
+
+    def lookup(self, r: Request) -> Hit:
+        """The longest prefix that every group still holds, in whole blocks, at least one token left to compute.
+
+        A window group needs only its last blocks. Changes no pool.
+        """
+        if not self.caching or r.params.skip_reading_prefix_cache:
+            return Hit(0, ((),) * len(self.pools))
+        self._extend_hashes(r)
+        length, before = (len(r.tokens) - 1) // self.block_size, -1
+        while length != before:
+            before = length
+            for group in range(len(self.pools)):
+                length = self._longest(group, r.hashes, length)
+        tables = []
+        for pool, window in zip(self.pools, self.windows):
+            first = 0 if window is None else max(0, length - self.ceil(window - 1))
+            tables.append((0,) * first + tuple(pool.holder[h + pool.suffix] for h in r.hashes[first:length]))
+        return Hit(length * self.block_size, tuple(tables))
+
+    def _longest(self, group: int, hashes: list[bytes], limit: int) -> int:
+        """The largest number of blocks, up to limit, after which a sequence of these hashes can go on in this group."""
+        pool, window = self.pools[group], self.windows[group]
+        if window is None:
+            return next((i for i in range(limit) if pool.find(hashes[i]) is None), limit)
+        need, run, end = self.ceil(window - 1), 0, limit
+        for i in range(limit - 1, -1, -1):
+            if run == need:
+                break
+            if pool.find(hashes[i]) is None:
+                run, end = 0, i
+            else:
+                run += 1
+        return end
+
+    def fork(self, r: Request, source: Request) -> Hit | None:
+        """All but the last prompt token, from a running sibling that has computed them in an earlier step.
+
+        The block in which the last prompt token lies is copied, those before it are shared. None if the sibling's
+        window has moved on.
+        """
+        length = len(r.prompt) - 1
+        last, partial = divmod(length, self.block_size)
+        tables = []
+        for table, window in zip(source.blocks, self.windows):
+            oldest = 0 if window is None else max(0, length - window + 1) // self.block_size
+            if 0 in table[oldest : last + (partial > 0)]:
+                return None
+            tables.append((0,) * oldest + tuple(table[oldest:last]))
+        copies = tuple((g, table[last], last) for g, table in enumerate(source.blocks)) if partial else ()
+        return Hit(length, tuple(tables), copies)
+
+    def admit(self, r: Request, hit: Hit, upto: int, spare: int) -> bool:
+        """Gives a request the hit's blocks and new ones for its tokens below `upto`.
+
+        False, and nothing changed, unless all it is known to need (not only this chunk) fits now and leaves `spare`
+        blocks of each group.
+        """
+        for group, pool in enumerate(self.pools):
+            held = [b for b in hit.blocks[group] if b]
+            # a hit on a free block takes that block out of the free ones
+            revived = sum(1 for b in held if pool.refs[b] == 0)
+            new = max(self.peak(group, len(r.tokens)) - len(held), self.ceil(upto) - len(hit.blocks[group]))
+            if new > len(pool.free) - revived - spare:
+                return False
+        r.blocks, r.computed, r.registered = [list(b) for b in hit.blocks], hit.length, len(hit.blocks[0])
+        for pool, table in zip(self.pools, r.blocks):
+            for block in table:
+                if block:
+                    pool.share(block)
+        for pool, table in zip(self.pools, r.blocks):
+            table += [pool.take() for _ in range(self.ceil(upto) - len(table))]
+        return True
+
+    def reserve(self, r: Request, upto: int, writes: list[TableWrite]) -> bool:
+        """Makes room for tokens below `upto`; False if a group has too few free blocks. Adds what changed to `writes`.
+
+        First frees what lies behind the window. A step in flight may still read those blocks: harmless, because
+        whoever gets them writes in a later step.
+        """
+        assert r.row is not None
+        if self.windowed:
+            self._leave_behind(r, writes)
+        index = len(r.blocks[0])
+        need = self.ceil(upto) - index
+        if need <= 0:
+            return True
+        if any(need > len(pool.free) for pool in self.pools):
+            return False
+        for group, (pool, table) in enumerate(zip(self.pools, r.blocks)):
+            new = [pool.take() for _ in range(need)]
+            writes.append(TableWrite(group, r.row, index, tuple(new)))
+            table += new
+        return True
+
+    def _leave_behind(self, r: Request, writes: list[TableWrite]) -> None:
+        assert r.row is not None
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            table = r.blocks[group]
+            # one token more than the next query sees: a fork computes the last prompt token again
+            end = start = max(0, r.computed - window) // self.block_size
+            while start and table[start - 1]:
+                start -= 1
+            if start < end:
+                self.pools[group].release(table[i] for i in range(end - 1, start - 1, -1))
+                table[start:end] = [0] * (end - start)
+                writes.append(TableWrite(group, r.row, start, (0,) * (end - start)))
+
+    def register(self, r: Request) -> None:
+        """Lets others hit the blocks that are full of known tokens and scheduled to be computed."""
+        full = min(r.computed, len(r.tokens)) // self.block_size
+        if not self.caching or full <= r.registered:
+            return
+        self._extend_hashes(r)
+        for i in range(r.registered, full):
+            for pool, table in zip(self.pools, r.blocks):
+                if table[i]:
+                    pool.register(table[i], r.hashes[i])
+        r.registered = full
+
+    def release(self, r: Request) -> None:
+        """Takes back all blocks of a request, which then has computed nothing. Its tail is evicted before its head."""
+        for pool, table in zip(self.pools, r.blocks):
+            pool.release(b for b in reversed(table) if b)
+        r.blocks, r.computed, r.registered = [], 0, 0
+
+    def reset(self) -> bool:
+        """Empties the prefix cache; False, and nothing done, while blocks are in use."""
+        if any(len(pool.free) < pool.num_blocks - 1 for pool in self.pools):
+            return False
+        for pool in self.pools:
+            pool.forget_all()
+        return True
+
+    def _extend_hashes(self, r: Request) -> None:
+        size, tokens = self.block_size, r.tokens
+        for i in range(len(r.hashes), len(tokens) // size):
+            parent = r.hashes[-1] if i else ROOT
+            key = BlockKey(parent, tuple(tokens[i * size : (i + 1) * size]), extra_keys(r, i))
+            r.hashes.append(key.digest())
+
+    def dump(self) -> dict[str, Any]:
+        """Its whole state as a JSON-able value."""
+        return {
+            "windows": list(self.windows),
+            "num_blocks": list(self.num_blocks),
+            "block_size": self.block_size,
+            "enable_prefix_caching": self.caching,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "pools": [pool.dump() for pool in self.pools],
+        }
+
+    @staticmethod
+    def load(value: dict[str, Any]) -> BlockManager:
+        """The manager that was dumped."""
+        blocks = BlockManager(**{name: v for name, v in value.items() if name != "pools"})
+        for pool, v in zip(blocks.pools, value["pools"]):
+            pool.restore(v)
+        return blocks

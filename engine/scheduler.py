@@ -1,0 +1,469 @@
+"""Decides what runs next. A state machine of plain Python: no arrays, no device, no clock, no randomness.
+
+It may plan while the tokens of earlier steps are unknown: a request then has `in_flight` tokens, which count as tokens
+but have no value here. Their values reach the next step on the device, in rows["tokens"].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..models.sampling import VARIANTS
+from .block_manager import BlockManager, Hit
+from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from .request import Request
+from .scheduler_state import dump_requests, load_requests
+from .waiting import QUEUES, FcfsQueue, PriorityQueue, rank
+
+log = logging.getLogger(__name__)
+
+COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits of a step, and who goes first."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # tokens of one request a step, while others want some; 0: no limit
+    policy: str = "fcfs"  # or "priority"
+    order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
+    watermark: float = 0.0  # part of each pool that an admission leaves free while others run
+
+    def __post_init__(self) -> None:
+        seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
+        if seqs < 1 or length < 2:
+            raise ValueError(f"max_num_seqs {seqs} must be at least 1, max_model_len {length} at least 2")
+        if budget < seqs:
+            raise ValueError(f"max_num_batched_tokens {budget} is less than max_num_seqs {seqs}")
+        if not self.enable_chunked_prefill and budget < length:
+            raise ValueError(f"max_num_batched_tokens {budget} < max_model_len {length}, which needs chunked prefill")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} is negative")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} needs chunked prefill")
+        if self.policy not in QUEUES:
+            raise ValueError(f"policy {self.policy!r} is none of {', '.join(QUEUES)}")
+        if self.order not in ("decode_first", "prefill_first"):
+            raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark {self.watermark} is not a part of the pool, from 0 to under 1")
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making. `planned` may still be undone, `committed` not."""
+
+    budget: int
+    planned: dict[Request, int] = field(default_factory=dict)
+    committed: dict[Request, int] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    writes: dict[Request, list[TableWrite]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    reasons: list[tuple[str, Reason]] = field(default_factory=list)
+    preempted: bool = False
+    variant: int = 0
+    num_logprobs: int = -1
+
+    def computed_before(self, r: Request) -> int:
+        """Tokens of a request that earlier steps have computed."""
+        return r.computed - self.committed.get(r, 0)
+
+
+class Scheduler:
+    """Call schedule, launch what it returns, and hand the tokens to update, in the order of the plans.
+
+    schedule may be called again before update: None then means that nothing can go on until a result is read.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager):
+        if blocks.max_num_batched_tokens != config.max_num_batched_tokens:
+            raise ValueError(
+                f"blocks are counted for {blocks.max_num_batched_tokens} tokens a step, not for "
+                f"max_num_batched_tokens {config.max_num_batched_tokens}"
+            )
+        self.config, self.blocks = config, blocks
+        self.spare_blocks = int(config.watermark * min(blocks.num_blocks))
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self.alive: dict[str, Request] = {}
+        self.running: dict[Request, None] = {}  # in order of admission
+        self.waiting: FcfsQueue | PriorityQueue = QUEUES[config.policy]()
+        # tokens in flight of requests that have ended, by id: they are dropped when read
+        self.orphans: dict[str, int] = {}
+        self.events: list[tuple[str, Reason]] = []  # reasons that the next plan reports
+        self.step = self.first_step = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # computed, after a preemption again; hits are not
+        self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache, at first admissions
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.alive)
+
+    def check(self, r: Request) -> None:
+        """Raises ValueError for a request that can never be served. Changes nothing."""
+        length = len(r.prompt)
+        if not length:
+            raise ValueError(f"request {r.id!r} has an empty prompt")
+        if length >= self.config.max_model_len:
+            raise ValueError(
+                f"request {r.id!r} has a prompt of {length} tokens: with at least one token of output it is longer "
+                f"than max_model_len {self.config.max_model_len}"
+            )
+        # the last token is never computed, so it needs no room
+        needed = self._limit(r) - 1
+        if (group := self.blocks.too_small(needed)) is not None:
+            raise ValueError(
+                f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
+                f"{self.blocks.peak(group, needed)} blocks of {self.blocks.block_size} tokens, and there are "
+                f"{self.blocks.num_blocks[group] - 1}"
+            )
+
+    def add(self, r: Request) -> None:
+        """Queues a request. Raises ValueError if it can never be served or its id is in use."""
+        if r.id in self.alive:
+            raise ValueError(f"request id {r.id!r} is in use")
+        self.check(r)
+        r.limit = self._limit(r)
+        r.variant, r.num_logprobs = VARIANTS.index(r.params.variant), r.params.num_logprobs
+        self.alive[r.id] = r
+        self.waiting.push(r)
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
+        draft = Draft(self.config.max_num_batched_tokens)
+        if self.config.order == "decode_first":
+            self._continue(draft, list(self.running))
+            self._commit_planned(draft)
+            self._admit_waiting(draft, 0)
+        else:
+            prefills = [r for r in self.running if self._wanted(r) > 1]
+            decodes = [r for r in self.running if self._wanted(r) == 1]
+            self._continue(draft, prefills)
+            self._admit_waiting(draft, self._blocks_wanted(decodes))
+            self._continue(draft, decodes)
+            self._commit_planned(draft)
+        return self._plan(draft)
+
+    def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:
+        """Takes in what a step sampled, one token a sampled chunk; returns the requests that got one, in that order.
+
+        Tokens of requests that have ended are dropped. Plans must come in the order in which they were made.
+        """
+        if plan.step < self.first_step:
+            raise ValueError(f"plan {plan.step} was abandoned; plans from {self.first_step} on can be read")
+        touched, alive, blocks = [], self.alive, self.blocks
+        for chunk, token in zip(plan.sampled, token_ids, strict=True):
+            if self.orphans and self._drops(chunk.request_id):
+                continue
+            r = alive[chunk.request_id]
+            r.in_flight -= 1
+            r.tokens.append(token)
+            touched.append(r)
+            if token in r.eos_ids:
+                self.finish(r, Reason.STOP)
+            elif token in r.params.stop_token_ids:
+                self.finish(r, Reason.STOP, token)
+            elif len(r.tokens) >= r.limit:
+                self.finish(r, Reason.LENGTH)
+            elif r.row is not None:
+                blocks.register(r)
+        return touched
+
+    def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a request that is alive, running or waiting: "stop", "length", "abort" or "error".
+
+        A step in flight may still write its row and blocks: harmless, because whoever gets them next writes in a later
+        step, and reads nothing that it has not written or been given.
+        """
+        self.events.append((r.id, Reason(reason)))
+        r.finish_reason, r.stop_reason = str(reason), stop_reason
+        del self.alive[r.id]
+        if r.in_flight:
+            self.orphans[r.id] = self.orphans.get(r.id, 0) + r.in_flight
+            r.in_flight = 0
+        if r.row is None:
+            self.waiting.remove(r)
+        else:
+            self._leave(r)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while requests are running."""
+        return self.blocks.reset()
+
+    def abandon(self) -> None:
+        """Ends all requests with "error", voids all that is in flight, and empties the prefix cache.
+
+        For a failed launch: blocks count as computed once they are scheduled, so none of them is to be trusted.
+        """
+        for r in list(self.alive.values()):
+            self.finish(r, Reason.ERROR)
+        self.orphans.clear()
+        self.first_step = self.step
+        self.blocks.reset()
+
+    def dump(self) -> dict[str, Any]:
+        """The whole state, requests included, as a JSON-able value."""
+        at = {r: i for i, r in enumerate(self.alive.values())}
+        return {
+            "config": vars(self.config).copy(),
+            "blocks": self.blocks.dump(),
+            "requests": dump_requests(self.alive.values()),
+            "num_alive": len(self.alive),
+            "running": [at[r] for r in self.running],
+            "waiting": [at[r] for r in self.waiting],
+            "free_rows": list(self.free_rows),
+            "orphans": dict(self.orphans),
+            "events": [list(event) for event in self.events],
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+        }
+
+    @staticmethod
+    def load(value: dict[str, Any]) -> Scheduler:
+        """The scheduler that was dumped: equal events lead to equal plans. Its requests are new objects, in `alive`."""
+        s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]))
+        requests = load_requests(value["requests"])
+        s.alive = {r.id: r for r in requests[: value["num_alive"]]}
+        s.running = {requests[i]: None for i in value["running"]}
+        for i in value["waiting"]:
+            s.waiting.push(requests[i])
+        s.free_rows, s.orphans = list(value["free_rows"]), dict(value["orphans"])
+        s.events = [(name, Reason(code)) for name, code in value["events"]]
+        for name in COUNTERS:
+            setattr(s, name, value["counters"][name])
+        return s
+
+    def _drops(self, request_id: str) -> bool:
+        """Whether a token was made for a request that has ended. They come before those of a new one of the same id."""
+        if request_id not in self.orphans:
+            return False
+        self.orphans[request_id] -= 1
+        if not self.orphans[request_id]:
+            del self.orphans[request_id]
+        return True
+
+    def _limit(self, r: Request) -> int:
+        longest = self.config.max_model_len
+        return longest if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, longest)
+
+    def _continue(self, draft: Draft, requests: Iterable[Request]) -> None:
+        """Plans the next tokens of running requests, in this order."""
+        size, windowed = self.blocks.block_size, self.blocks.windowed
+        for r in requests:
+            if r.row is None:
+                continue
+            num_tokens = len(r.tokens) + r.in_flight
+            if r.in_flight and num_tokens >= r.limit:
+                draft.reasons.append((r.id, Reason.ENDS_UNREAD))
+                continue
+            if not draft.budget:
+                draft.reasons.append((r.id, Reason.NO_BUDGET))
+                continue
+            n = num_tokens - r.computed
+            if n > 1:
+                n = min(self._capped(r, n, draft), draft.budget)
+            if (windowed or r.computed + n > len(r.blocks[0]) * size) and not self._make_room(r, n, draft):
+                continue
+            draft.planned[r] = n
+            draft.budget -= n
+
+    def _make_room(self, r: Request, n: int, draft: Draft) -> bool:
+        """Reserves blocks for n more tokens, preempting others for them; False if the request itself had to go."""
+        writes = draft.writes.setdefault(r, [])
+        while not self.blocks.reserve(r, r.computed + n, writes):
+            last = next(reversed(self.running)) if self.config.policy == "fcfs" else max(self.running, key=rank)
+            self._preempt(last, draft)
+            if last is r:
+                return False
+        return True
+
+    def _preempt(self, r: Request, draft: Draft) -> None:
+        """Takes a running request's row and blocks, and what this step has planned for it. Its tokens stay."""
+        draft.budget += draft.planned.pop(r, 0)
+        draft.writes.pop(r, None)
+        draft.preempted = True
+        self._leave(r)
+        self.waiting.give_back([r])
+        self.events.append((r.id, Reason.PREEMPTED))
+        r.preemptions += 1
+        self.num_preemptions += 1
+        if self.num_preemptions & (self.num_preemptions - 1) == 0:
+            log.warning(
+                "request %s is preempted and will be computed again: the KV cache has too few free blocks. If this "
+                "happens often, give it more (gpu_memory_utilization, kv_cache_memory_bytes) or run fewer requests at "
+                "once (max_num_seqs). total_cumulative_preemption_cnt=%d",
+                r.id,
+                self.num_preemptions,
+            )
+
+    def _leave(self, r: Request) -> None:
+        assert r.row is not None
+        del self.running[r]
+        self.free_rows.append(r.row)
+        self.blocks.release(r)
+        r.row = None
+
+    def _admit_waiting(self, draft: Draft, spare: int) -> None:
+        """Starts waiting requests from the head, until one cannot start. `spare` blocks are to be left."""
+        aside: list[Request] = []
+        families: set[Request | None] = set()  # whose prompt nobody has computed yet
+        while self.waiting:
+            r = self.waiting.head()
+            code = self._closed(draft)
+            if code is None and (why := self._set_aside(r, families, draft)):
+                draft.reasons.append((r.id, why))
+                self.waiting.remove(r)
+                aside.append(r)
+                continue
+            code = code or self._admit(r, draft, spare)
+            if code:
+                draft.reasons.append((r.id, code))
+                break
+        self.waiting.give_back(aside)
+
+    def _set_aside(self, r: Request, families: set[Request | None], draft: Draft) -> Reason | None:
+        """Why this one must wait whatever room there is, and those behind it need not."""
+        if r.in_flight:
+            return Reason.IN_FLIGHT
+        if not self._may_fork(r) or not self._first_will_compute(r, draft):
+            return None
+        if r.first not in families and self._fork(r, draft):
+            return None
+        families.add(r.first)
+        return Reason.SIBLING
+
+    def _closed(self, draft: Draft) -> Reason | None:
+        """Why nobody can be admitted, whoever it is: the queue is then not even looked at."""
+        if draft.preempted:
+            return Reason.AFTER_PREEMPTION
+        if not self.free_rows:
+            return Reason.NO_SEAT
+        return None if draft.budget else Reason.NO_BUDGET
+
+    def _admit(self, r: Request, draft: Draft, spare: int) -> Reason | None:
+        """Moves the head of the queue to running and commits its first chunk, or returns why not."""
+        fork = self._fork(r, draft) if self._may_fork(r) else None
+        hit = fork or self.blocks.lookup(r)
+        n = self._capped(r, len(r.tokens) - hit.length, draft)
+        if n > draft.budget and not self.config.enable_chunked_prefill:
+            return Reason.NO_BUDGET
+        n = min(n, draft.budget)
+        if not self.blocks.admit(r, hit, hit.length + n, spare + (self.spare_blocks if self.running else 0)):
+            return Reason.NO_ROOM
+        self.waiting.remove(r)
+        self.running[r] = None
+        r.row = self.free_rows.pop()
+        if r.num_cached is None:
+            r.num_cached = hit.length
+            self.num_queried_tokens += len(r.tokens)
+            self.num_hit_tokens += hit.length
+        started = Reason.RESUMED if r.preemptions else Reason.FORKED if fork else Reason.ADMITTED
+        draft.reasons.append((r.id, started))
+        draft.admitted.append(admission(r))
+        draft.writes[r] = [TableWrite(g, r.row, 0, tuple(table)) for g, table in enumerate(r.blocks)]
+        draft.transfers += [Transfer(g, source, r.blocks[g][index]) for g, source, index in hit.copies]
+        draft.budget -= n
+        self._commit(r, n, draft)
+        return None
+
+    def _commit_planned(self, draft: Draft) -> None:
+        # only now that nobody can be preempted any more: a victim's blocks would be hit although its step never runs
+        for r, n in draft.planned.items():
+            self._commit(r, n, draft)
+        draft.planned = {}
+
+    def _commit(self, r: Request, n: int, draft: Draft) -> None:
+        assert r.row is not None
+        start, end = r.computed, r.computed + n
+        samples = end == len(r.tokens) + r.in_flight
+        draft.chunks.append(Chunk(r.id, r.row, start, n, samples))
+        draft.committed[r] = n
+        r.computed = end
+        if start < len(r.prompt):
+            self.num_prompt_tokens += min(end, len(r.prompt)) - start
+        if samples:
+            r.in_flight += 1
+            draft.variant = max(draft.variant, r.variant)
+            draft.num_logprobs = max(draft.num_logprobs, r.num_logprobs)
+        self.blocks.register(r)
+
+    def _plan(self, draft: Draft) -> Plan | None:
+        if not draft.chunks:
+            return None
+        reasons, self.events = (*self.events, *draft.reasons), []
+        writes = tuple(w for of_one in draft.writes.values() for w in of_one)
+        self.step += 1
+        return Plan(
+            self.step - 1,
+            tuple(draft.chunks),
+            tuple(draft.admitted),
+            writes,
+            tuple(draft.transfers),
+            VARIANTS[draft.variant],
+            draft.num_logprobs,
+            reasons,
+        )
+
+    def _wanted(self, r: Request) -> int:
+        return len(r.tokens) + r.in_flight - r.computed
+
+    def _ends_unread(self, r: Request) -> bool:
+        return r.in_flight > 0 and r.num_tokens >= r.limit
+
+    def _blocks_wanted(self, decodes: Iterable[Request]) -> int:
+        """Blocks of each group that these running requests need for their next token: newcomers must leave them."""
+        still = [r for r in decodes if r.row is not None and not self._ends_unread(r)]
+        return sum(self.blocks.ceil(r.computed + 1) - len(r.blocks[0]) for r in still)
+
+    def _capped(self, r: Request, n: int, draft: Draft) -> int:
+        """n, or the long-prefill threshold if somebody else could use the budget."""
+        threshold = self.config.long_prefill_token_threshold
+        if not threshold or n <= threshold:
+            return n
+        rival = any(x is not r and not self._ends_unread(x) for x in self.running) or any(
+            x is not r and not x.in_flight and not (self._may_fork(x) and self._first_will_compute(x, draft))
+            for x in self.waiting
+        )
+        return threshold if rival else n
+
+    def _may_fork(self, r: Request) -> bool:
+        """Whether it has nothing but the prompt that it shares with siblings."""
+        return r.first is not None and len(r.tokens) == len(r.prompt) and not r.params.skip_reading_prefix_cache
+
+    def _first_will_compute(self, r: Request, draft: Draft) -> bool:
+        """Whether the first of the family is still at the prompt."""
+        first = r.first
+        assert first is not None
+        at_prompt = first.finish_reason is None and len(first.tokens) == len(first.prompt)
+        return at_prompt and draft.computed_before(first) < len(first.prompt)
+
+    def _fork(self, r: Request, draft: Draft) -> Hit | None:
+        """What a running sibling has computed of the prompt, in earlier steps: transfers come before this one."""
+        for x in self.running:
+            ready = (x is r.first or x.first is r.first) and draft.computed_before(x) >= len(r.prompt)
+            if ready and (hit := self.blocks.fork(r, x)):
+                return hit
+        return None
+
+
+def admission(r: Request) -> Admission:
+    """What the device must know of a request that has just been given a row."""
+    assert r.row is not None
+    stops = tuple(sorted({*r.eos_ids, *r.params.stop_token_ids})) if r.params.min_tokens else ()
+    return Admission(
+        r.row,
+        tuple(r.tokens),
+        r.computed,
+        len(r.prompt),
+        r.key,
+        r.params.row(),
+        r.params.min_tokens if stops else 0,
+        stops,
+    )

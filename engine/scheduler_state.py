@@ -1,0 +1,68 @@
+"""Requests as JSON-able values and back, for the scheduler's dump and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from .request import Request
+from .sampling_params import SamplingParams
+
+# fields that JSON holds as they are
+PLAIN = (
+    *("id", "prompt", "priority", "arrival", "cache_salt", "index", "tokens", "limit", "variant", "num_logprobs"),
+    *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
+)
+
+
+def dump_requests(alive: Iterable[Request]) -> list[dict[str, Any]]:
+    """The requests that are alive, then those that have ended but are the first of a living one's family."""
+    alive = list(alive)
+    listed = list(dict.fromkeys([*alive, *(r.first for r in alive if r.first is not None)]))
+    at = {r: i for i, r in enumerate(listed)}
+    return [_dump(r) | {"first": None if r.first is None else at[r.first]} for r in listed]
+
+
+def load_requests(values: list[dict[str, Any]]) -> list[Request]:
+    """New requests, equal to those that were dumped."""
+    requests = [_load(v) for v in values]
+    for r, v in zip(requests, values):
+        r.first = None if v["first"] is None else requests[v["first"]]
+    return requests
+
+
+def _dump(r: Request) -> dict[str, Any]:
+    value = {}
+    for name in PLAIN:
+        plain = getattr(r, name)
+        value[name] = list(plain) if isinstance(plain, list) else plain
+    params = {f.name: getattr(r.params, f.name) for f in fields(r.params)}
+    return value | {
+        "params": {name: _plain(v) for name, v in params.items() if v != getattr(SamplingParams, name)},
+        "key": list(r.key),
+        "eos_ids": sorted(r.eos_ids),
+        "blocks": [list(table) for table in r.blocks],
+        "hashes": [h.hex() for h in r.hashes],
+    }
+
+
+def _load(value: dict[str, Any]) -> Request:
+    first, second = value["key"]
+    r = Request(
+        value["id"],
+        list(value["prompt"]),
+        SamplingParams(**value["params"]),
+        key=(first, second),
+        eos_ids=frozenset(value["eos_ids"]),
+    )
+    for name in PLAIN[2:]:
+        plain = value[name]
+        setattr(r, name, list(plain) if isinstance(plain, list) else plain)
+    r.blocks = [list(table) for table in value["blocks"]]
+    r.hashes = [bytes.fromhex(h) for h in value["hashes"]]
+    return r
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
