@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --constraint constraints.txt
+PIP := $(PY) -m pip install -qq --constraint constraints.txt
 
 # what an environment holds is named by a stamp file: a changed pyproject.toml (or another checkout) installs anew
 KEY := $(shell (cat pyproject.toml constraints.txt; pwd) | cksum | cut -d' ' -f1)
@@ -71,8 +71,8 @@ $(DEV_NEXT):
 	@test -n "$(PYTHON_NEXT)" || { echo "no python3.12 here: set PYTHON_NEXT" >&2; exit 1; }
 	$(PYTHON_NEXT) -m venv $(NEXT)
 	@echo "installing the JAX half into $(NEXT)"
-	@$(NEXT)/bin/python -m pip install --quiet --upgrade pip
-	@$(NEXT)/bin/python -m pip install --quiet --editable '.[jax]' hypothesis psutil pytest pytest-timeout pytest-xdist 'jax>=0.11'
+	@$(NEXT)/bin/python -m pip install -qq --upgrade pip
+	@$(NEXT)/bin/python -m pip install -qq --editable '.[jax]' hypothesis psutil pytest pytest-timeout pytest-xdist 'jax>=0.11'
 	@rm -f $(NEXT)/octavo-dev-* && touch $@
 
 clean:  ## removes what make made

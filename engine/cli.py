@@ -198,7 +198,7 @@ def plan(
 
 
 def _engine(model: str, backend: str, context: typer.Context) -> Any:
-    from . import LLM
+    from .llm import LLM
 
     return LLM(model, backend=backend, **engine_arguments(context.args))
 

@@ -6,11 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from .arguments import WORKING
+
+TEXTS = {a.name for a in WORKING if a.kind == "str"}  # a revision of digits is no number
+
 
 def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments that these words spell; which of them exist is for the engine to say.
 
-    `--name value` and `--name=value` set one; a value is JSON where it reads as JSON, else a string. `--name` alone is
+    `--name value` and `--name=value` set one; a value is JSON where it reads as JSON and the
+    argument is not a string. `--name` alone is
     True, `--no-name` alone is False. Raises ValueError for a word that belongs to no option, or an option given twice.
     """
     arguments: dict[str, Any] = {}
@@ -22,15 +27,17 @@ def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
         name, has_value, text = word[2:].partition("=")
         if not has_value and rest and not rest[0].startswith("--"):
             has_value, text = "=", rest.pop(0)
-        value = _value(text) if has_value else not name.startswith("no-")
         key = (name if has_value else name.removeprefix("no-")).replace("-", "_")
+        value = _value(key, text) if has_value else not name.startswith("no-")
         if key in arguments:
             raise ValueError(f"--{key.replace('_', '-')} is given twice: {arguments[key]!r} and {value!r}")
         arguments[key] = value
     return arguments
 
 
-def _value(text: str) -> Any:
+def _value(key: str, text: str) -> Any:
+    if key in TEXTS:
+        return text
     try:
         return json.loads(text)
     except json.JSONDecodeError:

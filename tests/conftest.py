@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wanted = sorted(config.getoption("--backends").split(","))
+    wanted = sorted(str(config.getoption("--backends")).split(","))
     if wanted != sorted(BACKENDS):
         raise pytest.UsageError(f"--backends asks for {wanted}, installed are {sorted(BACKENDS)}")
     if "jax" in BACKENDS:

@@ -72,9 +72,12 @@ def _environment_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]
     if name in MAY_READ_ENVIRONMENT:
         return
     for node in ast.walk(tree):
-        attribute = node.attr if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" else ""
-        imported = {a.name for a in node.names} if isinstance(node, ast.ImportFrom) and node.module == "os" else set()
-        if {attribute, *imported} & {"environ", "environb", "getenv", "putenv"}:
+        used = set()
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
+            used = {node.attr}
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            used = {alias.name for alias in node.names}
+        if isinstance(node, ast.expr | ast.stmt) and used & {"environ", "environb", "getenv", "putenv"}:
             yield node.lineno, f"touches the environment: only in {', '.join(sorted(MAY_READ_ENVIRONMENT))}"
 
 
