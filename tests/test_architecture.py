@@ -85,7 +85,9 @@ def _except_breaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
-            if caught in ("everything", "Exception", "BaseException"):
+            # cleaning up after whatever happened, and passing it on, is no catching
+            cleans_up = caught == "BaseException" and ast.unparse(node.body[-1]) == "raise"
+            if caught in ("everything", "Exception", "BaseException") and not cleans_up:
                 yield node.lineno, f"catches {caught}: name the errors"
 
 
@@ -141,6 +143,12 @@ PLANTED = {
         "try:\n    f()\nexcept Exception:\n    pass",
         "engine/a.py:3: catches Exception",
     ),
+    "except BaseException that swallows": (
+        "engine/a.py",
+        "try:\n    f()\nexcept BaseException:\n    pass",
+        "engine/a.py:3: catches BaseException",
+    ),
+    "a bare except": ("engine/a.py", "try:\n    f()\nexcept:\n    raise", "engine/a.py:3: catches everything"),
     "a long file": ("engine/a.py", "x = 1\n" * (MAX_LINES + 1), "engine/a.py:451: more than 450 lines"),
     "a package that is not listed": ("engine/lab/a.py", "", "package octavo.engine.lab is not listed"),
     "a folder without __init__": ("engine/lab/a.py", "", "engine/lab:1: no __init__.py"),
@@ -164,6 +172,7 @@ def test_a_planted_breach_is_found(tmp_path, name, source, expected):
         ("kernels_pallas/a.py", "import jax\nfrom . import reference"),
         ("engine/loading/a.py", "import numpy\nfrom ...models import step\nfrom ..config import x\nfrom . import b"),
         ("engine/config.py", "import os\nx = os.environ"),
+        ("engine/a.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
     ],
 )
 def test_what_is_allowed_is_not_found(tmp_path, name, source):
