@@ -1,0 +1,110 @@
+"""What an engine did, a line of JSON a step: enough to do it again, and to see whether it came out the same.
+
+The first line is a header: what must be equal for a bit-equal replay (versions, machine, threads, hash of the weights,
+bucket sizes). Each other line holds a plan, the tokens it sampled, and digests of their fp32 logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One step as it went. `digests` has one int a sampled token, None if the engine makes none."""
+
+    plan: Plan
+    token_ids: list[int]
+    digests: list[int] | None
+
+
+class StepLog:
+    """An open log. Every line is written through at once, so that it survives the process."""
+
+    def __init__(self, path: str | Path, header: Mapping[str, Any]):
+        self.file = open(path, "w", buffering=1)  # noqa: SIM115 - it stays open
+        self._write({"format": FORMAT, "header": dict(header)})
+
+    def append(self, plan: Plan, token_ids: Sequence[int], digests: Sequence[int] | None) -> None:
+        """Adds a step. Steps come in the order in which they were launched."""
+        read = None if digests is None else list(digests)
+        self._write({"plan": to_json(plan), "tokens": list(token_ids), "digests": read})
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self.file.write(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def read_log(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
+    """The header and the steps of a log. Raises ValueError for a line that is cut short, and for another format."""
+    lines = Path(path).read_text().splitlines()
+    values = [_parsed(line, i, path) for i, line in enumerate(lines, 1)]
+    if not values or values[0].get("format") != FORMAT:
+        raise ValueError(f"{path} is not a step log of format {FORMAT}: {lines[0][:80] if lines else 'it is empty'}")
+    return values[0]["header"], [Entry(from_json(v["plan"]), v["tokens"], v["digests"]) for v in values[1:]]
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as a JSON-able value. Parts that are empty are left out."""
+    value: dict[str, Any] = {"step": plan.step, "variant": plan.variant, "num_logprobs": plan.num_logprobs}
+    value["chunks"] = [[c.request_id, c.row, c.start, c.num_tokens, c.samples] for c in plan.chunks]
+    if plan.admitted:
+        value["admitted"] = [
+            [a.row, list(a.tokens), a.num_computed, a.prompt_len, list(a.key), list(a.params)]
+            + ([a.min_tokens, list(a.stop_ids)] if a.stop_ids else [])
+            for a in plan.admitted
+        ]
+    if plan.table_writes:
+        value["table_writes"] = [[w.group, w.row, w.index, list(w.blocks)] for w in plan.table_writes]
+    if plan.transfers:
+        value["transfers"] = [[t.group, t.source, t.target] for t in plan.transfers]
+    if plan.reasons:
+        value["reasons"] = [list(reason) for reason in plan.reasons]
+    return value
+
+
+def from_json(value: Mapping[str, Any]) -> Plan:
+    """The plan that to_json was given."""
+    return Plan(
+        value["step"],
+        tuple(Chunk(*c) for c in value["chunks"]),
+        tuple(_admission(*a) for a in value.get("admitted", ())),
+        tuple(TableWrite(group, row, i, tuple(blocks)) for group, row, i, blocks in value.get("table_writes", ())),
+        tuple(Transfer(*t) for t in value.get("transfers", ())),
+        value["variant"],
+        value["num_logprobs"],
+        tuple((request_id, Reason(code)) for request_id, code in value.get("reasons", ())),
+    )
+
+
+def _admission(
+    row: int,
+    tokens: list[int],
+    num_computed: int,
+    prompt_len: int,
+    key: list[int],
+    params: list[float],
+    min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> Admission:
+    first, second = key
+    return Admission(
+        row, tuple(tokens), num_computed, prompt_len, (first, second), tuple(params), min_tokens, tuple(stop_ids)
+    )
+
+
+def _parsed(line: str, number: int, path: str | Path) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line {number} is not JSON, perhaps cut short: {line[-80:]!r}") from error
