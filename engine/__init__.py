@@ -1,0 +1,7 @@
+"""The host: who runs next, with which blocks, and what a user sees of it."""
+
+from .llm import LLM
+from .outputs import CompletionOutput, Logprob, RequestOutput
+from .sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,214 @@
+"""Puts an engine together from its configuration: checkpoint, model, backend, memory plan, weights, programs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..models.interface import CacheLayout, ModelSpec, map_tree
+from ..models.registry import spec_from_hf
+from .backend import Backend, get_backend
+from .batch import Shapes
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .loading.cache_dir import cache_dir
+from .loading.checkpoint import Checkpoint, open_model, read_json
+from .loading.weights import dummy_weights, load_weights
+from .memory_plan import MemoryPlan, available_memory, memory_plan
+from .runner import Runner
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler, SchedulerConfig
+from .tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an LLM is made of."""
+
+    config: EngineConfig
+    model: ModelSpec
+    backend: Backend
+    layout: CacheLayout
+    plan: MemoryPlan
+    runner: Runner
+    scheduler: Scheduler
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    default_params: dict[str, Any]
+    step_log: Any
+
+
+def build(config: EngineConfig, weights: Any = None) -> Parts:
+    """The parts of an engine. `weights` is a tree of arrays for a ModelSpec; None: from the checkpoint, or dummy."""
+    checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
+    model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
+    config = config.for_model(model)
+    divisors, options = _sharding(config, model)
+    plan = memory_plan(config, model, divisors=divisors, available=available_memory())
+    tokenizer = _tokenizer(config, checkpoint)
+    backend = get_backend(config.backend, options)
+    runner = Runner(
+        backend,
+        model,
+        config.layout,
+        _weights(config, model, checkpoint, backend, weights),
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        shapes=_shapes(config, plan, model, backend),
+        digest=config.step_log is not None,
+    )
+    if config.warmup == "all":
+        log.info("compiled %d programs", runner.warm_up())
+    return Parts(
+        config=config,
+        model=model,
+        backend=backend,
+        layout=config.layout,
+        plan=plan,
+        runner=runner,
+        scheduler=_scheduler(config, plan, model),
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(checkpoint, tokenizer),
+        default_params=_default_params(config, checkpoint),
+        step_log=None,
+    )
+
+
+def open_checkpoint(config: EngineConfig) -> Checkpoint:
+    return open_model(
+        config.model,
+        load_format=config.load_format,
+        revision=config.revision,
+        tokenizer=config.tokenizer,
+        hf_overrides=config.hf_overrides,
+        download_dir=config.download_dir,
+    )
+
+
+def _sharding(config: EngineConfig, model: ModelSpec) -> tuple[Mapping[str, int], dict[str, Any]]:
+    """How many devices share each logical axis, and the options of the backend."""
+    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention}
+    if config.backend == "torch":
+        return {}, options | {"pure": config.mode == "pure", "threads": config.threads}
+    folder = config.compile_cache_dir or cache_dir() / "xla"
+    options |= {"cache_dir": str(folder)}
+    if config.tensor_parallel_size == 1:
+        return {}, options
+    from ..sharding.mesh_jax import make_mesh
+    from ..sharding.rules import check_divides, tensor_parallel
+
+    rules = tensor_parallel()
+    check_divides(model.weights, rules, {"tp": config.tensor_parallel_size})
+    mesh = make_mesh({"tp": config.tensor_parallel_size})
+    divisors = {axis: config.tensor_parallel_size for axis, name in rules.items() if name == "tp"}
+    return divisors, options | {"mode": "shard_map", "rules": rules, "mesh": mesh}
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    if checkpoint:
+        return checkpoint.tokenizer()
+    return load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
+
+
+def _weights(
+    config: EngineConfig, model: ModelSpec, checkpoint: Checkpoint | None, backend: Backend, weights: Any
+) -> dict[str, Any]:
+    if weights is not None:
+        if checkpoint:
+            raise ValueError("weights= goes with a ModelSpec as model: a checkpoint brings its own")
+        return map_tree(lambda spec, x: backend.place_weight(np.asarray(x), spec), model.weights, weights)
+    if config.load_format == "dummy":
+        return dummy_weights(model, backend, config.seed)
+    if checkpoint is None:
+        raise ValueError("a ModelSpec as model needs weights=, or load_format='dummy'")
+    return load_weights(model, checkpoint.tensors, backend)
+
+
+def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: Backend) -> Shapes:
+    return Shapes.chain(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        plan.max_model_len,
+        config.block_size,
+        model.vocab_size,
+        max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
+        exact=backend.eager,
+    )
+
+
+def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Scheduler:
+    blocks = BlockManager(
+        [g.window for g in model.groups],
+        list(plan.num_blocks),
+        config.block_size,
+        config.enable_prefix_caching,
+        config.max_num_batched_tokens,
+    )
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            order=config.scheduler_order,
+            watermark=config.watermark,
+        ),
+        blocks,
+    )
+
+
+def _eos_ids(checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's, and those that generation_config.json or config.json lists."""
+    found: set[int] = set()
+    for value in (
+        tokenizer.eos_token_id if tokenizer else None,
+        checkpoint.generation_config.get("eos_token_id") if checkpoint else None,
+        checkpoint.hf_config.get("eos_token_id") if checkpoint else None,
+    ):
+        found |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return frozenset(found)
+
+
+def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Sampling defaults that the checkpoint's generation_config.json asks for, as vLLM takes them."""
+    if config.generation_config == "auto":
+        source = dict(checkpoint.generation_config) if checkpoint else {}
+    elif config.generation_config == "vllm":
+        source = {}
+    else:
+        source = read_json(Path(config.generation_config) / "generation_config.json")
+    source |= config.override_generation_config
+    renamed = {"max_new_tokens": "max_tokens"}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    params = {renamed.get(n, n): source[n] for n in names if source.get(n) is not None}
+    if params.get("repetition_penalty", 1.0) != 1.0:
+        log.warning("generation_config asks for repetition_penalty %s, not supported yet", params["repetition_penalty"])
+    params.pop("repetition_penalty", None)
+    # checks them now: a wrong file should fail here and not at the first request
+    SamplingParams(**params)
+    return params
+
+
+def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[str, Any]:
+    return {
+        "model": str(config.model) if not isinstance(config.model, ModelSpec) else config.model.name,
+        "backend": config.backend,
+        "dtype": config.dtype,
+        "layout": repr(config.layout),
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": plan.max_model_len,
+        "num_blocks": list(plan.num_blocks),
+        "shapes": {name: list(sizes) for name, sizes in vars(runner.shapes).items()},
+    }

@@ -1,0 +1,153 @@
+"""Sampled ids to outputs: text, stop strings, logprobs, one RequestOutput for all n samples of a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .detokenizer import TextStream
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprobs_of
+from .prompts import Prompt, text_of
+from .request import Request
+from .runner import StepResult
+from .tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Member:
+    """One of the n samples of a family, and what has come out of it."""
+
+    request: Request
+    stream: TextStream | None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(eq=False)
+class Family:
+    """The n samples of one prompt."""
+
+    id: str
+    prompt: str | None
+    members: list[Member]
+    arrival_time: float
+    first_token_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(m.request.finish_reason is not None for m in self.members)
+
+
+class OutputProcessor:
+    """Knows every request that has been added and not yet given back as finished."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+        self.families: dict[str, Family] = {}
+        self.home: dict[str, tuple[Family, Member]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.families or request_id in self.home
+
+    def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt) -> None:
+        """Takes in the n requests of one prompt."""
+        members = [Member(r, self._stream(r)) for r in requests]
+        family = Family(family_id, text_of(prompt), members, time.time())
+        self.families[family_id] = family
+        for m in members:
+            self.home[m.request.id] = (family, m)
+
+    def _stream(self, request: Request) -> TextStream | None:
+        if self.tokenizer is None or not request.params.detokenize:
+            return None
+        return TextStream(self.tokenizer, request.prompt, request.params)
+
+    def requests(self, family_id: str) -> list[Request]:
+        """The requests of a family; none if it is not known."""
+        family = self.families.get(family_id)
+        return [m.request for m in family.members] if family else []
+
+    def push(self, request: Request, result: StepResult, at: int) -> str | None:
+        """Takes in the token that a step sampled for a request. Returns the stop string that it completed."""
+        family, member = self.home[request.id]
+        if family.first_token_time is None:
+            family.first_token_time = time.time()
+        if request.params.logprobs is not None:
+            self._push_logprob(member, result, at)
+        stream = member.stream
+        if stream is None:
+            return None
+        stream.push((result.token_ids[at],), request.finish_reason == "stop")
+        if request.finish_reason is not None:
+            stream.finish()
+        return stream.stop
+
+    def _push_logprob(self, member: Member, result: StepResult, at: int) -> None:
+        assert result.logprobs is not None and result.ranks is not None
+        token, count = result.token_ids[at], member.request.params.num_logprobs
+        top_ids, top_logprobs = [], []
+        if count:
+            assert result.top_ids is not None and result.top_logprobs is not None
+            top_ids, top_logprobs = result.top_ids[at, :count].tolist(), result.top_logprobs[at, :count].tolist()
+        logprob = float(result.logprobs[at])
+        member.cumulative_logprob += logprob
+        before = member.request.tokens[-5:-1]
+        member.logprobs.append(
+            logprobs_of(
+                token, logprob, int(result.ranks[at]), top_ids, top_logprobs, tokenizer=self.tokenizer, context_ids=before
+            )
+        )
+
+    def finish(self, request: Request) -> None:
+        """Makes the text of an ended request final."""
+        _, member = self.home[request.id]
+        if member.stream is not None:
+            member.stream.finish()
+
+    def families_of(self, requests: Sequence[Request]) -> list[Family]:
+        """The families of these requests, each once, in order."""
+        return list({id(f): f for f in (self.home[r.id][0] for r in requests)}.values())
+
+    def output(self, family: Family) -> RequestOutput:
+        """What a family has so far. A finished one is forgotten."""
+        if family.finished:
+            self.drop(family.id)
+        first = family.members[0].request
+        return RequestOutput(
+            request_id=family.id,
+            prompt=family.prompt,
+            prompt_token_ids=first.prompt,
+            outputs=[_completion(m) for m in family.members],
+            finished=family.finished,
+            num_cached_tokens=first.num_cached or 0,
+            metrics=RequestMetrics(
+                arrival_time=family.arrival_time,
+                first_token_time=family.first_token_time,
+                finished_time=time.time() if family.finished else None,
+                num_preemptions=sum(m.request.preemptions for m in family.members),
+            ),
+        )
+
+    def drop(self, family_id: str) -> None:
+        """Forgets a family; nothing happens if it is not known."""
+        family = self.families.pop(family_id, None)
+        for m in family.members if family else ():
+            del self.home[m.request.id]
+
+    def clear(self) -> None:
+        self.families.clear()
+        self.home.clear()
+
+
+def _completion(m: Member) -> CompletionOutput:
+    r, wanted = m.request, m.request.params.logprobs is not None
+    return CompletionOutput(
+        index=r.index,
+        text=m.stream.text if m.stream else "",
+        token_ids=r.output,
+        cumulative_logprob=m.cumulative_logprob if wanted else None,
+        logprobs=list(m.logprobs) if wanted else None,
+        finish_reason=r.finish_reason,
+        stop_reason=r.stop_reason,
+    )
