@@ -14,7 +14,8 @@ from ..tokenizer import Tokenizer, load_tokenizer
 from . import safetensors
 from .fetch import ALIASES, fetch
 from .gguf import read_gguf
-from .gguf_names import config_from_gguf, gguf_source
+from .gguf_config import config_from_gguf
+from .gguf_names import gguf_source
 from .hub import hub_folder
 from .source import TensorSource
 
@@ -53,8 +54,8 @@ def open_model(
 ) -> Checkpoint:
     """Finds a model: an alias ("smollm2"), a folder, a .gguf file or a hub id, tried in this order.
 
-    `tokenizer` names another folder, .gguf file or hub id to take the tokenizer from. `hf_overrides` replaces entries of
-    the config. Files are fetched to `download_dir`, by default to octavo's cache folder or the hub's. "auto" takes
+    `tokenizer` names another folder, .gguf file or hub id to take the tokenizer from. `hf_overrides` replaces entries
+    of the config. Files are fetched to `download_dir`, by default to octavo's cache folder or the hub's. "auto" takes
     safetensors if there are any, else .bin files. Raises ValueError saying what was looked for and where.
     """
     if load_format not in LOAD_FORMATS:
@@ -76,9 +77,8 @@ def find_model(model: str | Path, load_format: str, revision: str | None, downlo
     name, path = str(model), Path(model).expanduser()
     local = name in ALIASES or path.exists()
     if local and revision is not None:
-        raise ValueError(
-            f"revision {revision!r} is for hub ids; {name!r} is {'an alias' if name in ALIASES else 'a path'}"
-        )
+        kind = "an alias" if name in ALIASES else "a path"
+        raise ValueError(f"revision {revision!r} is for hub ids; {name!r} is {kind}")
     if name in ALIASES:
         return fetch(name, Path(download_dir) if download_dir else None)
     if path.is_dir() or (path.exists() and path.suffix == ".gguf"):
@@ -130,9 +130,8 @@ def _open_gguf(path: Path, load_format: str, sha256: str | None) -> Checkpoint:
         raise ValueError(f"load_format {load_format!r} does not fit {path}: 'gguf', 'auto' and 'dummy' do")
     file = read_gguf(path)
     config = config_from_gguf(file)
-    generation = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None
-    }
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = {key: config[key] for key in ids if config[key] is not None}
     return Checkpoint(
         path=path,
         load_format="dummy" if load_format == "dummy" else "gguf",

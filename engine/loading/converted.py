@@ -14,6 +14,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -49,7 +50,7 @@ def converted_path(identity: str, model: ModelSpec, dtype: str) -> Path:
 
 
 def open_converted(path: Path) -> Callable[[Leaf], np.ndarray]:
-    """A function from a leaf to its value, a view of the mapped file; it raises CorruptError if the checksum differs."""
+    """A function from a leaf to its value, a view of the mapped file. It raises CorruptError if a checksum differs."""
     try:
         file = open_safetensors(path)
     except ValueError as error:
@@ -83,11 +84,11 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
         return
     try:
         with open(handle, "wb") as file:
-            sums: dict[str, str] = {}
             file.write(_header(leaves, {}))
-            yield lambda leaf, value: _append(file, sums, leaf, value)
+            with _Appender(file) as appender:
+                yield appender.append
             file.seek(0)
-            file.write(_header(leaves, sums))
+            file.write(_header(leaves, appender.sums))
         os.replace(partial, path)
     except BaseException:
         os.unlink(partial)
@@ -102,10 +103,32 @@ def checksum(x: np.ndarray) -> str:
     return f"{zlib.crc32(x.reshape(-1).view(np.uint8)):08x}"
 
 
-def _append(file: IO[bytes], sums: dict[str, str], leaf: Leaf, value: np.ndarray) -> np.ndarray:
-    sums[leaf.path] = checksum(value)
-    file.write(value.reshape(-1).view(np.uint8).data)
-    return value
+class _Appender:
+    """Writes values behind the caller's back, one at a time, so that at most two are held."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.sums: dict[str, str] = {}
+        self.thread = ThreadPoolExecutor(1)
+        self.last: Future[None] | None = None
+
+    def __enter__(self) -> _Appender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.shutdown()
+        if self.last:
+            self.last.result()
+
+    def append(self, leaf: Leaf, value: np.ndarray) -> np.ndarray:
+        if self.last:
+            self.last.result()
+        self.last = self.thread.submit(self._write, leaf.path, value)
+        return value
+
+    def _write(self, path: str, value: np.ndarray) -> None:
+        self.sums[path] = checksum(value)
+        self.file.write(value.reshape(-1).view(np.uint8).data)
 
 
 def _header(leaves: list[Leaf], sums: dict[str, str]) -> bytes:

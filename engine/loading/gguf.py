@@ -142,7 +142,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[tuple]]:
 
 def _place_tensors(cursor: _Cursor, metadata: dict[str, Any], infos: list[tuple]) -> dict[str, GGUFTensor]:
     path, size = cursor.path, len(cursor.bytes)
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise NotImplementedError(f"{path}: GGUF split in {metadata['split.count']} files: join them with gguf-split")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
-    GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
     RevisionNotFoundError,
-)  # fmt: skip
+)
 
 from .cache_dir import is_offline
 
@@ -27,34 +31,32 @@ def hub_folder(model: str, load_format: str, revision: str | None, download_dir:
             if any(folder.glob(WEIGHT_FILES[kind])):
                 return folder
         wanted = " or ".join(WEIGHT_FILES[kind] for kind in kinds)
-        raise ValueError(
-            f"model {model!r}: expected {wanted} in its snapshot {folder}, found neither there nor at the hub"
-        )
+        raise ValueError(f"model {model!r}: expected {wanted} in its snapshot {folder}, found none")
     return _snapshot(model, CONFIG_FILES, revision, download_dir)
 
 
 def _snapshot(model: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
-    where = Path(download_dir or constants.HF_HUB_CACHE)
+    where, what = Path(download_dir or constants.HF_HUB_CACHE), f"model {model!r}, revision {revision or 'main'}"
     offline = constants.HF_HUB_OFFLINE or is_offline()
     try:
         folder = snapshot_download(
-            model, revision=revision, cache_dir=where, allow_patterns=list(patterns),
-            ignore_patterns=list(DUPLICATES), local_files_only=offline,
-        )  # fmt: skip
+            model,
+            revision=revision,
+            cache_dir=where,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(DUPLICATES),
+            local_files_only=offline,
+        )
     except HFValidationError as error:
         raise ValueError(f"model {model!r} is no alias, no folder, no .gguf file and no hub id: {error}") from error
     except GatedRepoError as error:
-        raise ValueError(f"model {model!r} asks for its terms to be accepted: log in with `hf auth login`") from error
+        raise ValueError(f"{what}: its terms have to be accepted first: log in with `hf auth login`") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ValueError(
-            f"model {model!r}, revision {revision or 'main'}: the hub does not have it: {error}"
-        ) from error
+        raise ValueError(f"{what}: the hub does not have it: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        why = (
-            "HF_HUB_OFFLINE or OCTAVO_OFFLINE forbids to fetch it" if offline else f"the hub was not reached ({error})"
-        )
+        why = "HF_HUB_OFFLINE or OCTAVO_OFFLINE forbids to fetch it" if offline else f"fetching it failed: {error}"
         raise ValueError(
-            f"model {model!r}, revision {revision or 'main'}: looked for {', '.join(patterns)} in the cache {where}, found "
-            f"no snapshot, and {why}. Fetch it once online, or pass a folder, a .gguf file or an alias"
+            f"{what}: looked for {', '.join(patterns)} in the cache {where}, found no snapshot; {why}. "
+            "Fetch it once online, or pass a folder, a .gguf file or an alias"
         ) from error
     return Path(folder)

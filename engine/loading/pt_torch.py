@@ -52,6 +52,5 @@ def _open(path: Path) -> dict[str, torch.Tensor]:
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is truncated, corrupt or no torch file: {error}"
-        ) from error
+        size = path.stat().st_size
+        raise ValueError(f"{path} ({size} bytes) is truncated, corrupt or no torch file: {error}") from error

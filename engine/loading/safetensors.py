@@ -66,17 +66,14 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
 def _check_entry(path: Path, name: str, entry: dict[str, Any], size: int) -> None:
     if entry["dtype"] not in DTYPES:
-        raise NotImplementedError(
-            f"{path}: tensor {name!r} has dtype {entry['dtype']}: {', '.join(DTYPES)} are supported"
-        )
+        raise NotImplementedError(f"{path}: tensor {name!r} is {entry['dtype']}; supported are {', '.join(DTYPES)}")
     begin, end = entry["data_offsets"]
     count = np.dtype(DTYPES[entry["dtype"]]).itemsize
     for length in entry["shape"]:
         count *= length
     if begin < 0 or end - begin != count:
-        raise ValueError(
-            f"{path}: tensor {name!r} {entry['shape']} needs {count} bytes, the header says {begin} to {end}"
-        )
+        shape = entry["shape"]
+        raise ValueError(f"{path}: tensor {name!r} of shape {shape} needs {count} bytes, not those {begin} to {end}")
     if end > size:
         raise ValueError(
             f"{path}: expected tensor {name!r} in bytes {begin} to {end} of the data, "
