@@ -190,13 +190,12 @@ class BlockManager:
     def register(self, r: Request) -> None:
         """Lets others hit the blocks that are full of known tokens and scheduled to be computed."""
         full = min(r.computed, len(r.tokens)) // self.block_size
-        if not self.caching or full <= r.registered:
-            return
-        self._extend_hashes(r)
-        for i in range(r.registered, full):
-            for pool, table in zip(self.pools, r.blocks):
-                if table[i]:
-                    pool.register(table[i], r.hashes[i])
+        if self.caching:
+            self._extend_hashes(r)
+            for i in range(r.registered, full):
+                for pool, table in zip(self.pools, r.blocks):
+                    if table[i]:
+                        pool.register(table[i], r.hashes[i])
         r.registered = full
 
     def release(self, r: Request) -> None:

@@ -159,7 +159,7 @@ class Scheduler:
         """
         if plan.step < self.first_step:
             raise ValueError(f"plan {plan.step} was abandoned; plans from {self.first_step} on can be read")
-        touched, alive, blocks = [], self.alive, self.blocks
+        touched, alive, blocks, size = [], self.alive, self.blocks, self.blocks.block_size
         for chunk, token in zip(plan.sampled, token_ids, strict=True):
             if self.orphans and self._drops(chunk.request_id):
                 continue
@@ -167,13 +167,10 @@ class Scheduler:
             r.in_flight -= 1
             r.tokens.append(token)
             touched.append(r)
-            if token in r.eos_ids:
-                self.finish(r, Reason.STOP)
-            elif token in r.params.stop_token_ids:
-                self.finish(r, Reason.STOP, token)
-            elif len(r.tokens) >= r.limit:
-                self.finish(r, Reason.LENGTH)
-            elif r.row is not None:
+            known = len(r.tokens)
+            if known >= r.limit or token in r.eos_ids or token in r.params.stop_token_ids:
+                self._stop(r, token)
+            elif known >= (full := (r.registered + 1) * size) and r.computed >= full:
                 blocks.register(r)
         return touched
 
@@ -239,6 +236,14 @@ class Scheduler:
         for name in COUNTERS:
             setattr(s, name, value["counters"][name])
         return s
+
+    def _stop(self, r: Request, token: int) -> None:
+        if token in r.eos_ids:
+            self.finish(r, Reason.STOP)
+        elif token in r.params.stop_token_ids:
+            self.finish(r, Reason.STOP, token)
+        else:
+            self.finish(r, Reason.LENGTH)
 
     def _drops(self, request_id: str) -> bool:
         """Whether a token was made for a request that has ended. They come before those of a new one of the same id."""
@@ -370,29 +375,35 @@ class Scheduler:
         draft.writes[r] = [TableWrite(g, r.row, 0, tuple(table)) for g, table in enumerate(r.blocks)]
         draft.transfers += [Transfer(g, source, r.blocks[g][index]) for g, source, index in hit.copies]
         draft.budget -= n
-        self._commit(r, n, draft)
+        self._commit({r: n}, draft)
+        draft.committed[r] = n
         return None
 
     def _commit_planned(self, draft: Draft) -> None:
         # only now that nobody can be preempted any more: a victim's blocks would be hit although its step never runs
-        for r, n in draft.planned.items():
-            self._commit(r, n, draft)
+        self._commit(draft.planned, draft)
+        draft.committed |= draft.planned
         draft.planned = {}
 
-    def _commit(self, r: Request, n: int, draft: Draft) -> None:
-        assert r.row is not None
-        start, end = r.computed, r.computed + n
-        samples = end == len(r.tokens) + r.in_flight
-        draft.chunks.append(Chunk(r.id, r.row, start, n, samples))
-        draft.committed[r] = n
-        r.computed = end
-        if start < len(r.prompt):
-            self.num_prompt_tokens += min(end, len(r.prompt)) - start
-        if samples:
-            r.in_flight += 1
-            draft.variant = max(draft.variant, r.variant)
-            draft.num_logprobs = max(draft.num_logprobs, r.num_logprobs)
-        self.blocks.register(r)
+    def _commit(self, planned: dict[Request, int], draft: Draft) -> None:
+        """Counts what is planned as computed. The hottest loop of a step: it calls nothing that it need not."""
+        chunks, blocks, size = draft.chunks, self.blocks, self.blocks.block_size
+        for r, n in planned.items():
+            start, known = r.computed, len(r.tokens)
+            r.computed = end = start + n
+            samples = end == known + r.in_flight
+            assert r.row is not None
+            chunks.append(Chunk(r.id, r.row, start, n, samples))
+            if samples:
+                r.in_flight += 1
+                if r.variant > draft.variant:
+                    draft.variant = r.variant
+                if r.num_logprobs > draft.num_logprobs:
+                    draft.num_logprobs = r.num_logprobs
+            if start < len(r.prompt):
+                self.num_prompt_tokens += min(end, len(r.prompt)) - start
+            if end >= (full := (r.registered + 1) * size) and known >= full:
+                blocks.register(r)
 
     def _plan(self, draft: Draft) -> Plan | None:
         if not draft.chunks:

@@ -61,7 +61,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if plan.admitted:
         value["admitted"] = [
             [a.row, list(a.tokens), a.num_computed, a.prompt_len, list(a.key), list(a.params)]
-            + ([a.min_tokens, list(a.stop_ids)] if a.stop_ids else [])
+            + ([a.min_tokens, list(a.stop_ids)] if a.min_tokens or a.stop_ids else [])
             for a in plan.admitted
         ]
     if plan.table_writes:
