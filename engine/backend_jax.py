@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -53,11 +55,12 @@ class JaxBackend:
     """Places arrays and compiles programs. `dtype` is that of weights whose spec names none."""
 
     name = "jax"
+    eager = False
 
     def __init__(
         self,
-        *,
         dtype: str = "float32",
+        *,
         attention: str = "auto",
         mode: str = "local",
         rules: Mapping | None = None,
@@ -115,6 +118,24 @@ class JaxBackend:
             named = functools.partial(jax.tree.map, lambda p: jax.NamedSharding(self.mesh, p))
             options |= {"in_shardings": tuple(map(named, ins)), "out_shardings": named(out)}
         return jax.jit(fn, **options)
+
+    def precompile(self, calls: Iterable[tuple[Any, tuple]], threads: int) -> None:
+        """Compiles these (program, its arguments) without running them. Nothing is consumed.
+
+        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable.
+        """
+        with ThreadPoolExecutor(threads) as pool:
+            waiting = [pool.submit(program.lower(*args).compile) for program, args in calls]
+            for one in waiting:
+                one.result()
+
+    def consume(self, tree: Any) -> Any:
+        """The tree as it is: outside `compile`, donating is for the caller's own jit to say."""
+        return tree
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: tracing needs no surroundings."""
+        return contextlib.nullcontext()
 
     def prefetch(self, x: jax.Array) -> None:
         """Starts copying x to the host."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import reference
+from . import cpu_attention, reference
 
 logger = logging.getLogger("octavo")
 
@@ -29,9 +29,10 @@ def supports_everything(spec: Any, dtype: str, platform: str, mode: str) -> str 
 
 
 IMPLEMENTATIONS = {
+    "cpu": Implementation(cpu_attention.attend, cpu_attention.supports, cpu_attention.plan),
     "reference": Implementation(reference.attend, supports_everything, reference.query_tiles),
 }
-PREFERENCE = ("reference",)  # of "auto", best first
+PREFERENCE = ("cpu", "reference")  # of "auto", best first
 
 
 class AttentionOp:

@@ -20,6 +20,17 @@ Axes = tuple[str | None, ...]
 MODES = ("local", "shard_map", "auto")
 
 
+def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum in float32. Several contracted axes ("tkgd,kgde->te") become one: XLA:CPU would transpose the weight."""
+    operands, result = spec.split("->")
+    x_axes, w_axes = operands.split(",")
+    inner = "".join(axis for axis in x_axes if axis in w_axes and axis not in result)
+    if len(inner) > 1 and x_axes.endswith(inner) and w_axes.startswith(inner):
+        x, w = x.reshape(*x.shape[: -len(inner)], -1), w.reshape(-1, *w.shape[len(inner) :])
+        spec = spec.replace(inner, inner[0])
+    return jnp.einsum(spec, x, w, precision="highest", preferred_element_type=jnp.float32)
+
+
 class JaxOps:
     """Every op that models and layouts call. Frozen after construction; `for_step` returns a copy that knows the step.
 
@@ -72,7 +83,7 @@ class JaxOps:
 
         `out` are the result's logical axes; `reduce` is the contracted axis if that one is sharded.
         """
-        y = jnp.einsum(spec, x.astype(w.dtype), w, precision="highest", preferred_element_type=jnp.float32)
+        y = product(spec, x.astype(w.dtype), w)
         if self.mode == "shard_map" and reduce and self.rules.get(reduce):
             y = jax.lax.psum(y, self.rules.get(reduce))
         return self.constrain(y.astype(x.dtype), out, out)

@@ -64,6 +64,9 @@ def attend(
         seq, start = tile
         table_B = step.block_tables_SB[seq]
         k_MKD, v_MKD = (rearrange(x[table_B], f"{order} -> (n p) k d").astype(jnp.float32) for x in (k, v))
+        # weight zero times what an unwritten slot holds would still be a nan, if that is one
+        written_M11 = (jnp.arange(k_MKD.shape[0]) < step.lengths_S[seq])[:, None, None]
+        k_MKD, v_MKD = jnp.where(written_M11, k_MKD, 0), jnp.where(written_M11, v_MKD, 0)
         token_Q = jnp.minimum(start + jnp.arange(queries), q_TKGD.shape[0] - 1)
         behind_QM = step.positions_T[token_Q][:, None] - jnp.arange(k_MKD.shape[0])
         visible_QM = (behind_QM >= 0) & (behind_QM < (spec.window or FAR))

@@ -1,0 +1,189 @@
+"""Attention that is meant to be fast on XLA:CPU: flash-style loops over tiles of queries and tiles of keys.
+
+Letters: W tiles of a step, C tiles at once, Q queries of a tile, X = Q x G, M keys at once, B blocks at once.
+
+Trip counts are dynamic: only real tiles, and only as many keys as the longest of the C tiles sees, are computed; so a
+wide block table costs nothing. Sequences with one token and sequences with more are cut apart: a decode row shall not
+pay for a tile of 32 queries. Blocks are gathered as whole rows of a matrix, which XLA:CPU copies at memory speed, the
+transpose to [C, K, M, D] fused into it, and both products run as batched matrix products (Eigen).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+from .reference import FAR, masked_scores
+
+QUERIES = 32  # of a tile, for sequences with more than one token
+LANES = 128  # query tokens at once
+KEYS = 128  # keys at once and tile; twice as many where there are few tiles
+LATE = 2**31 - 1
+
+
+class Tiles(NamedTuple):
+    """Tiles of at most `queries` tokens of one sequence; the first `count` of them are real."""
+
+    seq_W: jax.Array
+    start_W: jax.Array  # first token
+    end_W: jax.Array  # one past the last token
+    count: jax.Array
+    queries: int
+
+
+class Plan(NamedTuple):
+    """What the layers of a step share: tiles, and where in their outputs each token's is."""
+
+    single: Tiles
+    single_T: jax.Array
+    several: Tiles | None  # None in a decode step
+    several_T: jax.Array | None  # tile times queries plus place
+    is_single_T: jax.Array | None
+
+
+def supports(spec: Any, dtype: str, platform: str, mode: str) -> str | None:
+    """Why it cannot serve, or None."""
+    if platform != "cpu":
+        return f"it is for CPUs, not for {platform}"
+    if dtype != "float32":
+        return f"it wants a float32 cache, not {dtype}"
+    if mode == "auto":
+        return "it flattens blocks, which would gather a cache that the compiler shards"
+    return None
+
+
+def plan(step: Any) -> Plan:
+    """Cuts the step's tokens into tiles."""
+    starts_S, ends_S, seq_T = step.query_starts_S1[:-1], step.query_starts_S1[1:], step.seq_ids_T
+    single_S = ends_S - starts_S == 1
+    # shortest first, so that sequences computed together are about equally long
+    seq_W = jnp.argsort(jnp.where(single_S, step.lengths_S, LATE)).astype(jnp.int32)
+    rank_S = jnp.zeros_like(seq_W).at[seq_W].set(jnp.arange(seq_W.shape[0], dtype=jnp.int32))
+    single = Tiles(seq_W, starts_S[seq_W], ends_S[seq_W], jnp.sum(single_S, dtype=jnp.int32), 1)
+    if step.decode:
+        return Plan(single, rank_S[seq_T], None, None, None)
+    several, first_S = _tiles_of_several(starts_S, ends_S, seq_T.shape[0])
+    within_T = jnp.arange(seq_T.shape[0], dtype=jnp.int32) - starts_S[seq_T]
+    return Plan(single, rank_S[seq_T], several, first_S[seq_T] * QUERIES + within_T, single_S[seq_T])
+
+
+def _tiles_of_several(starts_S: jax.Array, ends_S: jax.Array, num_tokens: int) -> tuple[Tiles, jax.Array]:
+    """Tiles of the sequences with more than one token, and the first tile of each sequence."""
+    counts_S, num_seqs = ends_S - starts_S, starts_S.shape[0]
+    tiles_S = jnp.where(counts_S > 1, -(-counts_S // QUERIES), 0)
+    last_S = jnp.cumsum(tiles_S, dtype=jnp.int32)
+    first_S = last_S - tiles_S
+    tile_W = jnp.arange(num_tokens // QUERIES + min(num_seqs, num_tokens // 2) + 1, dtype=jnp.int32)
+    seq_W = jnp.minimum(jnp.searchsorted(last_S, tile_W, side="right").astype(jnp.int32), num_seqs - 1)
+    start_W = starts_S[seq_W] + (tile_W - first_S[seq_W]) * QUERIES
+    end_W = jnp.minimum(start_W + QUERIES, ends_S[seq_W])
+    return Tiles(seq_W, start_W, end_W, last_S[-1], QUERIES), first_S
+
+
+def attend(
+    q_TKGD: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks_KG: Any, plan: Plan
+) -> jax.Array:
+    """softmax(scale q k^T + mask) v, each query over its sequence's keys up to itself; [T, K, G, Dv].
+
+    Reference: reference.py. Tolerance: 2e-5 absolute for inputs of unit variance.
+    """
+    run = lambda tiles: _run(q_TKGD, k, v, order, step, spec, sinks_KG, tiles)  # noqa: E731
+    single_TKGD = run(plan.single)[plan.single_T]
+    if plan.several is None:
+        return single_TKGD
+    several_TKGD = run(plan.several)[plan.several_T]
+    return jnp.where(plan.is_single_T[:, None, None, None], single_TKGD, several_TKGD)
+
+
+def _run(
+    q_TKGD: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks_KG: Any, tiles: Tiles
+) -> jax.Array:
+    """Outputs of all tiles' queries, [W Q, K, G, Dv]; zeros where no tile is real."""
+    size = min(max(1, LANES // tiles.queries), tiles.seq_W.shape[0])
+    pad = -tiles.seq_W.shape[0] % size
+    seq_W, start_W, end_W = (jnp.pad(x, (0, pad)) for x in tiles[:3])
+    out = jnp.zeros((seq_W.shape[0] * tiles.queries, *q_TKGD.shape[1:3], v.shape[-1]), q_TKGD.dtype)
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        seq_C, start_C, end_C = (lax.dynamic_slice(x, (i * size,), (size,)) for x in (seq_W, start_W, end_W))
+        real_C = i * size + jnp.arange(size) < tiles.count
+        end_C = jnp.where(real_C, end_C, start_C)
+        new = _attend_tiles(q_TKGD, k, v, order, step, spec, sinks_KG, seq_C, start_C, end_C, tiles.queries)
+        return lax.dynamic_update_slice(out, new, (i * size * tiles.queries, 0, 0, 0))
+
+    return lax.fori_loop(0, -(-tiles.count // size), body, out)
+
+
+def _attend_tiles(
+    q_TKGD: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    order: str,
+    step: Any,
+    spec: Any,
+    sinks_KG: Any,
+    seq_C: jax.Array,
+    start_C: jax.Array,
+    end_C: jax.Array,
+    queries: int,
+) -> jax.Array:
+    """The C tiles' outputs, [C Q, K, G, Dv]. A running maximum and sum over tiles of keys (arXiv:2205.14135)."""
+    token_CQ = jnp.clip(start_C[:, None] + jnp.arange(queries), 0, jnp.maximum(end_C - 1, 0)[:, None])
+    position_CQ = step.positions_T[token_CQ]
+    # tokens of the sequence that the tile's last query sees; 0 where the tile is padding
+    length_C = jnp.where(end_C > start_C, position_CQ[:, -1] + 1, 0)
+    q_CKXD = rearrange(q_TKGD[token_CQ] * spec.scale, "c q k g d -> c k (q g) d")
+    position_CX = jnp.repeat(position_CQ, q_TKGD.shape[2], axis=1)
+    size = dict(zip(order.split(), k.shape, strict=True))["p"]
+    blocks = max(1, KEYS * (1 if len(seq_C) >= 8 else 2) // size)
+    blocks = min(blocks, step.block_tables_SB.shape[1])
+    table_CB = jnp.pad(step.block_tables_SB, ((0, 0), (0, -step.block_tables_SB.shape[1] % blocks)))[seq_C]
+    keys = blocks * size
+
+    def body(i: jax.Array, carry: tuple) -> tuple:
+        top_CKX, sum_CKX, out_CKXD = carry
+        ids_CB = lax.dynamic_slice(table_CB, (0, i * blocks), (len(seq_C), blocks))
+        key_M = i * keys + jnp.arange(keys)
+        written_CM = key_M < length_C[:, None]
+        k_CKMD, v_CKMD = (_gather(x, order, ids_CB, written_CM) for x in (k, v))
+        behind_CXM = position_CX[:, :, None] - key_M
+        visible_CXM = (behind_CXM >= 0) & (behind_CXM < (spec.window or FAR))
+        scores_CKXM = jnp.einsum("ckxd,ckmd->ckxm", q_CKXD, k_CKMD, precision="highest")
+        scores_CKXM = masked_scores(scores_CKXM, visible_CXM[:, None], spec.softcap)
+        new_CKX = jnp.maximum(top_CKX, scores_CKXM.max(-1))
+        shrink_CKX = jnp.exp(top_CKX - new_CKX)
+        weight_CKXM = jnp.exp(scores_CKXM - new_CKX[..., None])
+        added_CKXD = jnp.einsum("ckxm,ckmd->ckxd", weight_CKXM, v_CKMD, precision="highest")
+        return new_CKX, sum_CKX * shrink_CKX + weight_CKXM.sum(-1), out_CKXD * shrink_CKX[..., None] + added_CKXD
+
+    last = -(-jnp.max(length_C) // keys)
+    first = 0
+    if spec.window is not None:
+        oldest_C = jnp.where(length_C > 0, position_CQ[:, 0] - (spec.window - 1), LATE)
+        first = jnp.clip(jnp.min(oldest_C), 0, None) // keys
+    start = _start(q_CKXD, v.shape[-1], sinks_KG, queries)
+    _, sum_CKX, out_CKXD = lax.fori_loop(first, last, body, start)
+    out_CKXD = out_CKXD / jnp.where(sum_CKX > 0, sum_CKX, 1.0)[..., None]
+    return rearrange(out_CKXD, "c k (q g) d -> (c q) k g d", q=queries)
+
+
+def _gather(x: jax.Array, order: str, ids_CB: jax.Array, written_CM: jax.Array) -> jax.Array:
+    """[C, K, M, D] of the blocks' keys or values. What nobody has written reads as zero, whatever lies there."""
+    rows = x.reshape(x.shape[0], -1).at[ids_CB.reshape(-1)].get(mode="promise_in_bounds")
+    inner = " ".join(order.split()[1:])
+    blocks = rearrange(rows.reshape(*ids_CB.shape, *x.shape[1:]), f"c b {inner} -> c k (b p) d")
+    return jnp.where(written_CM[:, None, :, None], blocks, 0)
+
+
+def _start(q_CKXD: jax.Array, v_dim: int, sinks_KG: Any, queries: int) -> tuple:
+    """Maximum, sum and output before the first key; sinks are keys without a value."""
+    shape = q_CKXD.shape[:-1]
+    out_CKXD = jnp.zeros((*shape, v_dim), jnp.float32)
+    if sinks_KG is None:
+        return jnp.full(shape, -1e30, jnp.float32), jnp.zeros(shape, jnp.float32), out_CKXD
+    sinks_CKX = jnp.broadcast_to(jnp.tile(sinks_KG.astype(jnp.float32), (1, queries)), shape)
+    return sinks_CKX, jnp.ones(shape, jnp.float32), out_CKXD
