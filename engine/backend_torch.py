@@ -108,12 +108,10 @@ class TorchBackend:
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
         """A copy of x on the device, in the spec's dtype."""
-        x = np.ascontiguousarray(x)
-        if x.dtype == ml_dtypes.bfloat16:
-            host = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        else:
-            host = torch.from_numpy(x)
-        return host.to(self.device, self._dtype(spec), copy=True)
+        is_bf16 = x.dtype == ml_dtypes.bfloat16
+        # copied by numpy: x may be a read-only file map, which torch does not take
+        own = torch.from_numpy(np.array(x.view(np.int16) if is_bf16 else x, order="C"))
+        return (own.view(torch.bfloat16) if is_bf16 else own).to(self.device, self._dtype(spec))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """A weight on the device, packed for its product."""
