@@ -13,6 +13,7 @@ import numpy as np
 from .gguf import GGUFFile
 from .gguf_config import ROPE_FREQS, architecture_of, number
 from .gguf_quants import dequantise
+from .source import Stored
 
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -62,6 +63,10 @@ class GGUFSource:
                 raise ValueError(f"{self.file.path}: {name} has {num_rows} rows, which {num_heads} heads do not divide")
             raw = halves_order(raw.reshape(num_rows, -1), num_heads)
         return dequantise(raw, tensor.type_id, tensor.shape)
+
+    def stored(self, name: str) -> Stored:
+        tensor = self.file.tensors[self.gguf_names[name]]
+        return Stored(name, tensor.shape, tensor.type_name, tensor.nbytes)
 
     def nbytes(self, name: str) -> int:
         return 4 * int(np.prod(self.file.tensors[self.gguf_names[name]].shape))

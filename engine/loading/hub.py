@@ -54,7 +54,11 @@ def _snapshot(model: str, patterns: tuple[str, ...], revision: str | None, downl
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(f"{what}: the hub does not have it: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        why = "HF_HUB_OFFLINE or OCTAVO_OFFLINE forbids to fetch it" if offline else f"fetching it failed: {error}"
+        why = (
+            "HF_HUB_OFFLINE or OCTAVO_OFFLINE forbids to fetch it"
+            if offline
+            else f"fetching it failed: {str(error).splitlines()[0]}"
+        )
         raise ValueError(
             f"{what}: looked for {', '.join(patterns)} in the cache {where}, found no snapshot; {why}. "
             "Fetch it once online, or pass a folder, a .gguf file or an alias"

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from .source import shards_of_index
+from .source import Stored, shards_of_index
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class PtSource:
 
     def nbytes(self, name: str) -> int:
         return self.tensors[name].nbytes
+
+    def stored(self, name: str) -> Stored:
+        x = self.tensors[name]
+        return Stored(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.nbytes)
 
 
 def source_of_folder(folder: Path) -> PtSource:

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .source import shards_of_index
+from .source import Stored, shards_of_index
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -47,7 +47,8 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         size = file.seek(0, 2)
         if size < 8:
             raise ValueError(f"{path}: expected a safetensors header of at least 8 bytes, found a file of {size} bytes")
-        data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        # a private map: nobody writes to it, but torch warns of arrays that are not writable
+        data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     length = int(data[:8].view("<u8")[0])
     if length > min(size - 8, MAX_HEADER):
         raise ValueError(
@@ -99,8 +100,12 @@ class SafetensorsSource:
         return self._where[name].get(name)
 
     def nbytes(self, name: str) -> int:
-        begin, end = self._where[name].header[name]["data_offsets"]
-        return end - begin
+        return self.stored(name).num_bytes
+
+    def stored(self, name: str) -> Stored:
+        entry = self._where[name].header[name]
+        begin, end = entry["data_offsets"]
+        return Stored(name, tuple(entry["shape"]), entry["dtype"], end - begin)
 
 
 def source_of_folder(folder: Path) -> SafetensorsSource:

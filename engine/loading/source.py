@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as its file holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # or quantisation, in the words of the file's format
+    num_bytes: int
 
 
 class TensorSource(Protocol):
@@ -26,6 +37,10 @@ class TensorSource(Protocol):
 
     def nbytes(self, name: str) -> int:
         """Bytes of what `get` returns."""
+        ...
+
+    def stored(self, name: str) -> Stored:
+        """What the file says about the tensor, without reading it."""
         ...
 
 
