@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig
+from .step_log import StepLog
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("octavo")
@@ -42,7 +46,7 @@ class Parts:
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     default_params: dict[str, Any]
-    step_log: Any
+    step_log: StepLog | None
 
 
 def build(config: EngineConfig, weights: Any = None) -> Parts:
@@ -78,7 +82,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         tokenizer=tokenizer,
         eos_ids=_eos_ids(checkpoint, tokenizer),
         default_params=_default_params(config, checkpoint),
-        step_log=None,
+        step_log=StepLog(config.step_log, _log_header(config, plan, runner)) if config.step_log else None,
     )
 
 
@@ -202,8 +206,12 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict
 
 
 def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[str, Any]:
+    """What must be equal for a bit-equal replay."""
     return {
-        "model": str(config.model) if not isinstance(config.model, ModelSpec) else config.model.name,
+        "versions": {name: version(name) for name in (config.backend, "numpy")},
+        "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
+        "threads": config.threads or os.cpu_count(),
+        "model": config.model.name if isinstance(config.model, ModelSpec) else str(config.model),
         "backend": config.backend,
         "dtype": config.dtype,
         "layout": repr(config.layout),

@@ -32,6 +32,7 @@ PROMPTS = [
     SHARED + [8],
     list(SHARED),
     SHARED[:33],
+    *(_rng.integers(0, VOCAB, n).tolist() for n in (24, 17, 29, 22, 31, 20)),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 RANDOM = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=11, max_tokens=24)

@@ -1,0 +1,138 @@
+"""The same tokens whatever the engine does in between: a pairwise matrix on a tiny model with two cache groups."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from backends import BACKENDS
+from oracle import greedy
+from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
+
+MAX_MODEL_LEN = 104  # 77 + 24 tokens at most are in the cache: a tight pool holds one such request
+
+FACTORS: dict[str, list[Any]] = {
+    "backend": list(BACKENDS),
+    "block_size": [8, 16, 32],
+    "budget": [16, 64, 512, "unsplit"],
+    "max_num_seqs": [1, 4, 32],
+    "cache": ["on", "off", "hit"],
+    "pool": ["roomy", "tight"],
+    "layout": ["token_major", "head_major"],
+    "order": ["given", "reversed", "shuffled"],
+    "async_scheduling": [True, False],
+    "warmup": ["lazy", "all"],
+    "mode": ["in_place", "pure"],
+    "scheduler_order": ["decode_first", "prefill_first"],
+    "attention": ["cpu", "reference"],
+    "params": ["greedy", "random"],
+}
+
+
+def is_valid(row: dict[str, Any]) -> bool:
+    """Leaves out what validation refuses, and pools that cannot be tight because one request fills them alone."""
+    known = {k: v for k, v in row.items() if v is not None}
+    if known.get("budget") == 16 and known.get("max_num_seqs") == 32:
+        return False
+    if known.get("mode") == "pure" and known.get("backend") == "jax":
+        return False
+    return not (known.get("pool") == "tight" and known.get("max_num_seqs") == 1)
+
+
+def pairwise(seed: int = 0) -> list[dict[str, Any]]:
+    """Rows in which every valid pair of values of two factors occurs at least once."""
+    rng = random.Random(seed)
+    todo = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(FACTORS, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+        if is_valid({a: x, b: y})
+    }
+    rows = []
+    while todo:
+        candidates = [row for _ in range(60) if is_valid(row := _grown(rng.choice(sorted(todo, key=str)), rng))]
+        best = max(candidates, key=lambda row: len(_pairs(row) & todo), default={})
+        if _pairs(best) & todo:
+            rows.append(best)
+            todo -= _pairs(best)
+    return rows
+
+
+def _grown(pair: Any, rng: random.Random) -> dict[str, Any]:
+    row = {name: rng.choice(values) for name, values in FACTORS.items()}
+    return row | dict(pair)
+
+
+def _pairs(row: dict[str, Any]) -> set:
+    return set(itertools.combinations([(k, row[k]) for k in FACTORS if k in row], 2))
+
+
+ROWS = pairwise()
+WANT: dict[str, list[list[int]]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def expected() -> None:
+    """Greedy tokens from the dense float64 oracle; sampled ones from each request alone, on the first backend."""
+    weights = numpy_weights(TINY)
+    WANT["greedy"] = [greedy(spec_of(TINY), weights, p, GREEDY.max_tokens) for p in PROMPTS]
+    llm = engine(backend=BACKENDS[0], max_num_seqs=1, async_scheduling=False, enable_prefix_caching=False)
+    WANT["random"] = [tokens(llm, [p], RANDOM)[0] for p in PROMPTS]
+
+
+def _arguments(row: dict[str, Any]) -> dict[str, Any]:
+    size, seqs = row["block_size"], row["max_num_seqs"]
+    unsplit = row["budget"] == "unsplit"
+    budget = MAX_MODEL_LEN if unsplit else row["budget"]
+    arguments = {
+        "backend": row["backend"],
+        "block_size": size,
+        "max_num_batched_tokens": budget,
+        "enable_chunked_prefill": not unsplit,
+        "max_num_seqs": seqs,
+        "enable_prefix_caching": row["cache"] != "off",
+        "num_gpu_blocks_override": 1 + 16 * MAX_MODEL_LEN // size,
+        "layout": row["layout"],
+        "async_scheduling": row["async_scheduling"],
+        "warmup": row["warmup"],
+        "mode": row["mode"],
+        "scheduler_order": row["scheduler_order"],
+        "attention": row["attention"],
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    if row["pool"] == "tight":
+        arguments["num_gpu_blocks_override"] = 1 + -(-MAX_MODEL_LEN // size)
+    return arguments
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
+def test_tokens_do_not_depend_on(row: dict[str, Any]) -> None:
+    params = {"greedy": GREEDY, "random": RANDOM}[row["params"]]
+    llm = engine(**_arguments(row))
+    order = list(range(len(PROMPTS)))
+    if row["order"] != "given":
+        order = order[::-1] if row["order"] == "reversed" else random.Random(3).sample(order, len(order))
+    if row["cache"] == "hit":
+        tokens(llm, [PROMPTS[i] for i in order], params)
+    outputs = llm.generate([PROMPTS[i] for i in order], params, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [WANT[row["params"]][i] for i in order]
+    if row["pool"] == "tight":
+        assert llm.scheduler.num_preemptions >= 3
+    if row["cache"] == "hit" and row["pool"] == "roomy":
+        assert all(o.num_cached_tokens == (len(PROMPTS[i]) - 1) // row["block_size"] * row["block_size"]
+                   for i, o in zip(order, outputs, strict=True))  # fmt: skip
+    assert llm.scheduler.blocks.usage() == 0 and not llm.scheduler.running
+
+
+def test_the_matrix_covers_every_pair() -> None:
+    seen = set().union(*(_pairs(row) for row in ROWS))
+    assert all(
+        ((a, x), (b, y)) in seen
+        for a, b in itertools.combinations(FACTORS, 2)
+        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+        if is_valid({a: x, b: y})
+    )
+    assert len(ROWS) < 45
