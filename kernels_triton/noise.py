@@ -16,7 +16,8 @@ def gumbel(keys_R2: Tensor, index_R: Tensor, size: int) -> Tensor:
     h = murmur(murmur(ids_V[None] ^ k0_R[:, None]) ^ k1_R[:, None])
     # the unsigned value, rounded to fp32 once
     u = ((h.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2**-32
-    return -torch.log(-torch.log1p(-u))
+    # rounding may reach 1, where the noise would be -inf even for the only token that is left
+    return -torch.log(-torch.log1p(-u.clamp_max_(1 - 2**-24)))
 
 
 def digest(x_RV: Tensor) -> Tensor:
