@@ -58,12 +58,14 @@ def forbid_stops(logits_RV: Array, rows: dict[str, Array], at_R: Array, index_R:
     xp = ops.xp
     early_R1 = (index_R < rows["min_tokens"][at_R])[:, None]
     ids_RM, row_R = rows["stop_ids"][at_R], ops.arange(at_R.shape[0], like=at_R)
-    picked_RM = logits_RV[row_R[:, None], ids_RM]
-    return ops.scatter(logits_RV, (row_R[:, None], ids_RM), xp.where(early_R1, NEVER, picked_RM))
+    # into a mask of its own: scatter consumes what it writes to, and the raw logits are still needed
+    early_RM = xp.where(early_R1, xp.ones_like(ids_RM), 0)
+    stop_RV = ops.scatter(xp.zeros_like(logits_RV, dtype=xp.int32), (row_R[:, None], ids_RM), early_RM)
+    return xp.where(stop_RV > 0, NEVER, logits_RV)
 
 
 def truncate(logits_RV: Array, param: dict[str, Array], ops: Any) -> Array:
-    """min_p, then top_k, then top_p, as thresholds found by bisecting the bits of a float: exact, ties stay, no sort."""
+    """min_p, then top_k, then top_p, thresholds found by bisecting the bits of a float: exact, no sort, ties stay."""
     xp = ops.xp
     bits_RV = ops.ordered_bits(logits_RV)
     weight_RV = xp.exp(logits_RV - xp.max(logits_RV, axis=-1, keepdims=True))
