@@ -8,8 +8,18 @@ from functools import partial
 from typing import Any
 
 from . import checks
+from .loading.checkpoint import LOAD_FORMATS
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LATER_LOAD_FORMATS = (
+    "npcache",
+    "sharded_state",
+    "tensorizer",
+    "runai_streamer",
+    "fastsafetensors",
+    "bitsandbytes",
+    "mistral",
+)
 GIB = 2**30
 
 
@@ -68,6 +78,12 @@ def model_length(name: str, value: Any) -> int:
     return -1 if value in (-1, "auto", "-1") else checks.size(name, value, 1)
 
 
+def load_format(name: str, value: Any) -> str:
+    if value in LATER_LOAD_FORMATS:
+        raise NotImplementedError(f"load_format={value!r} is not supported yet: use one of {', '.join(LOAD_FORMATS)}")
+    return checks.choice(name, value, LOAD_FORMATS)
+
+
 def legal_block_size(name: str, value: Any) -> int:
     if isinstance(value, bool) or value not in BLOCK_SIZES:
         raise ValueError(
@@ -96,8 +112,8 @@ WORKING = (
         "load_format",
         "str",
         "auto",
-        "auto, safetensors, gguf, or dummy (random weights from `seed`, no weight files)",
-        choices("auto", "safetensors", "gguf", "dummy"),
+        "auto, safetensors, pt, gguf, or dummy (random weights from `seed`, no weight files)",
+        load_format,
     ),
     Argument("hf_overrides", "dict", {}, "changes to config.json before the model is built", mapping),
     Argument(
@@ -129,7 +145,9 @@ WORKING = (
     Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
     Argument("tensor_parallel_size", "int", 1, "devices that share each layer (jax only)", integers(1)),
     Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
-    Argument("enforce_eager", "bool", False, "compile and capture nothing", checks.flag),
+    Argument(
+        "enforce_eager", "bool", False, "compile and capture nothing (torch only, where it is always so)", checks.flag
+    ),
     Argument(
         "warmup", "str", "lazy", "lazy: compile on first use; all: compile everything first", choices("lazy", "all")
     ),
@@ -200,7 +218,6 @@ WORKING = (
     # what comes out
     Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
     Argument("step_log", "str", None, "file that takes a line a step, for replay", text),
-    Argument("disable_log_stats", "bool", True, "log no statistics", checks.flag),
 )
 
 # other names of the same: old vLLM, SGLang, and what the tuning guides say
@@ -271,6 +288,8 @@ LATER = (
     Later("logprobs_mode", "raw_logprobs", "processed logprobs and logits"),
     Later("structured_outputs_config", None, "structured output"),
     Later("guided_decoding_backend", None, "structured output", ("auto",)),
+    Later("disable_log_stats", True, "logging statistics"),
+    Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),
     Later("stream_interval", 1, "coarser streams"),
     Later("max_num_queued_reqs", None, "a bound on the queue"),

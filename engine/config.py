@@ -61,7 +61,6 @@ class EngineConfig:
     gpu_memory_utilization: float
     max_logprobs: int
     step_log: str | None
-    disable_log_stats: bool
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
 
@@ -161,6 +160,8 @@ def _check_backend(c: EngineConfig) -> None:
     if c.backend == "jax":
         if c.mode != "in_place":
             raise NotImplementedError(f"mode={c.mode!r} is not supported on jax, where the cache is always donated")
+        if c.enforce_eager:
+            raise NotImplementedError("enforce_eager=True is not supported on jax yet, where every program is compiled")
         if c.threads is not None:
             raise NotImplementedError(
                 f"threads={c.threads} is not supported on jax: limit the process (taskset) instead"
