@@ -8,8 +8,8 @@ from .arguments import ALIASES, LATER, WORKING
 
 HEAD = """# Engine arguments
 
-Made by `python -m octavo.engine.config_docs`; do not edit. `LLM(model, **arguments)` and the command line take these. None
-means the default. An unknown name is an error.
+Made by `python -m octavo.engine.config_docs`; do not edit. `LLM(model, **arguments)` and the command line take
+these. None means the default. An unknown name is an error.
 
 | Argument | Type | Default | Meaning |
 |---|---|---|---|"""
