@@ -16,6 +16,7 @@ import numpy as np
 from ..kernels_pallas.ops import JaxOps
 from ..models.interface import ArraySpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
 
+DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {StepInput: ("num_tokens", "decode"), Sampling: ("variant", "num_logprobs", "digest"), Step: ("decode",)}
 for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
     _static = STATIC.get(_cls, ())
@@ -69,28 +70,32 @@ class JaxBackend:
     ) -> None:
         if (mesh is None) != (mode == "local"):
             raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if dtype != "float32" and jax.default_backend() == "cpu":
+            raise NotImplementedError(
+                f"dtype {dtype!r} on a CPU: XLA scatters such a cache through a float32 copy of the whole of it, and "
+                "multiplies more slowly than in float32; use dtype='float32', or backend='torch'"
+            )
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or {}, mesh
         self.ops = JaxOps(mode, self.rules, mesh, attention)
-        self._specs: dict[str, Any] = {}
+        self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         if cache_dir is not None:
             use_compile_cache(cache_dir)
-
-    def spec(self, axes: tuple[str | None, ...]) -> jax.P:
-        """The mesh axes of an array with these logical axes."""
-        return jax.P(*(self.rules.get(axis) for axis in axes))
 
     def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
         """Where an array of that spec lies."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.NamedSharding(self.mesh, self.spec(spec.axes))
+        from ..sharding.mesh_jax import named_sharding
+
+        return named_sharding(spec.axes, self.rules, self.mesh)
 
     def declare(self, name: str, specs: Any) -> None:
         """Says how the argument of that name is sharded in every program. What is not declared is replicated."""
-        self._specs[name] = jax.tree.map(
-            lambda s: self.spec(s.axes), specs, is_leaf=lambda s: isinstance(s, ArraySpec)
-        )
+        if self.mesh is not None:
+            self._shardings[name] = jax.tree.map(self.sharding, specs, is_leaf=lambda s: isinstance(s, ArraySpec))
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> jax.Array:
         """x on the device, in the spec's dtype. Never shares memory with x."""
@@ -108,16 +113,17 @@ class JaxBackend:
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
         """fn(*args, ops=...) as a compiled program that takes `consumes` for good: its old value raises when touched."""
-        ins, out = ([self._specs.get(name, jax.P()) for name in names] for names in (args, outs))
-        out = tuple(out) if len(out) > 1 else out[0]
         fn = functools.partial(fn, ops=self.ops)
         options: dict[str, Any] = {"donate_argnums": args.index(consumes)}
-        if self.mode == "shard_map":
-            fn = jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(ins), out_specs=out, check_vma=False)
-        elif self.mode == "auto":
-            named = functools.partial(jax.tree.map, lambda p: jax.NamedSharding(self.mesh, p))
-            options |= {"in_shardings": tuple(map(named, ins)), "out_shardings": named(out)}
-        return jax.jit(fn, **options)
+        if self.mesh is None:
+            return jax.jit(fn, **options)
+        everywhere = jax.NamedSharding(self.mesh, jax.P())
+        ins, out = (tuple(self._shardings.get(name, everywhere) for name in names) for names in (args, outs))
+        out = out if len(out) > 1 else out[0]
+        if self.mode == "auto":
+            return jax.jit(fn, in_shardings=ins, out_shardings=out, **options)
+        ins, out = jax.tree.map(lambda s: s.spec, (ins, out))
+        return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=out, check_vma=False), **options)
 
     def precompile(self, calls: Iterable[tuple[Any, tuple]], threads: int) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.

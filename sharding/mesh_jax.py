@@ -1,0 +1,46 @@
+"""Meshes of JAX devices, and logical axes as shardings on them. Imported only where something is sharded: flax is slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+from flax.linen import logical_to_mesh_axes
+
+from .rules import ShardingRules
+
+
+def ensure_devices(count: int) -> None:
+    """Sees to `count` devices: on a CPU, virtual ones, if JAX has not started yet. Raises ValueError if there are fewer."""
+    if jax.config.jax_num_cpu_devices < count:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            # JAX has started: what it has must do
+            pass
+    if (there := jax.device_count()) < count:
+        raise ValueError(
+            f"{count} devices are needed and JAX started with {there}: before JAX is first used, set "
+            f"JAX_NUM_CPU_DEVICES={count}, or XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+
+
+def make_mesh(shape: Mapping[str, int]) -> jax.sharding.Mesh:
+    """A mesh of the first devices, its axes named and sized by `shape`."""
+    count = math.prod(shape.values())
+    ensure_devices(count)
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=jax.devices()[:count])
+
+
+def partition_spec(axes: tuple[str | None, ...], rules: ShardingRules) -> jax.P:
+    """The mesh axes of an array with these logical axes."""
+    # flax would quietly leave the second use of a mesh axis out
+    rules.mesh_axes(axes)
+    return logical_to_mesh_axes(axes, list(rules.items()))
+
+
+def named_sharding(axes: tuple[str | None, ...], rules: ShardingRules, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """Where an array with these logical axes lies."""
+    return jax.NamedSharding(mesh, partition_spec(axes, rules))
