@@ -30,7 +30,7 @@ class State(NamedTuple):
     pending: bytes = b""  # not text yet
     foreign: int = 0  # how many of the pending bytes are the prompt's
     first: bool = True  # no token was shown yet
-    at_start: bool = True  # no text was shown yet
+    at_start: bool = False  # no text was shown yet, and the decoder strips the first
     after_added: bool = False  # the token before is an added one
 
 
@@ -48,12 +48,12 @@ class Detokenizer:
         A character that begins in the prompt and ends in the output is shown, as it was not text before.
         """
         tail = len(prompt_ids)
-        state = State()
+        state = State(at_start=bool(self.pieces.strip))
         while tail and state.first:
             tail -= 1
             piece = self.pieces[prompt_ids[tail]]
             if piece.text and prompt_ids[tail] not in self.hidden:
-                state = State(first=False, at_start=False, after_added=prompt_ids[tail] in self.tight)
+                state = State(first=False, after_added=prompt_ids[tail] in self.tight)
                 tail += 1
         for i in prompt_ids[tail:]:
             state, _ = self.step(state, i)
@@ -184,17 +184,23 @@ class TextStream:
         self.window = ""
         self.certain = ""
         self.fresh: list[str] = []
+        self.num_sent = 0
 
     @property
     def text(self) -> str:
         """All text so far that no stop string can take back."""
-        return self.certain + "".join(self.fresh)
+        if self.fresh:
+            self.certain += "".join(self.fresh)
+            self.fresh.clear()
+        return self.certain
 
     def push(self, ids: Sequence[int], ended: bool = False) -> int:
         """Takes new ids; `ended`: the last one is a stop token, not shown unless asked for.
 
         Returns how many ids belong to the output: those behind the end of a stop string do not.
         """
+        if self.stop is not None:
+            return 0
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if ended and i == len(ids) - 1 and not self.include:
@@ -209,16 +215,14 @@ class TextStream:
 
     def delta(self) -> str:
         """Returns the text that came since the last call. All deltas together are `text`."""
-        new = "".join(self.fresh)
-        self.fresh.clear()
-        self.certain += new
-        return new
+        sent, self.num_sent = self.num_sent, len(self.text)
+        return self.text[sent:]
 
     def finish(self) -> str | None:
         """Makes all text certain. Returns the stop string, which the text that was pending may just have completed."""
         if self.stop is None:
             self._append(self.detokenizer.finish(self.state))
-            self.state = State(first=False, at_start=False)
+            self.state = State(first=False)
         if self.stop is None and not self.include:
             self.fresh.append(self.window)
         self.window = ""

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from .chat_template import render
 from .pieces import Pieces
-from .tokenizer_gguf import add_ends, backend_from_metadata
+from .tokenizer_gguf import backend_from_metadata
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ChatTemplate = str | dict[str, str] | None
@@ -117,6 +117,7 @@ def load_tokenizer(source: str | Path | Mapping[str, Any]) -> Tokenizer:
 
 
 def _from_directory(directory: Path) -> Tokenizer:
+    """tokenizer.json as it is: add_bos_token and add_eos_token of tokenizer_config.json are of use without it only."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
@@ -128,10 +129,6 @@ def _from_directory(directory: Path) -> Tokenizer:
     named = {name: _added_token(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
     _add_missing(backend, config, list(named.values()))
     special = {name: token.content for name, token in named.items()}
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = special.get("bos_token") if config.get("add_bos_token") else None
-        eos = special.get("eos_token") if config.get("add_eos_token") else None
-        add_ends(backend, bos, eos)
     return Tokenizer(backend, special, _directory_templates(directory, config))
 
 

@@ -7,6 +7,9 @@ Where transformers' conversion and the model's own tokenizer.json differ, the mo
 - "llama-bpe" and "tekken" vocabularies ignore merges for whole words in the vocabulary and start with BOS; "qwen2"
   normalises to NFC.
 - `add_space_prefix` and `unknown_token_id` are honoured.
+
+Sentencepiece vocabularies follow transformers (`legacy` false): no space is put before a text that begins with one, nor
+behind a special token, where sentencepiece itself would put one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -83,12 +86,12 @@ def backend_from_metadata(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special.values()])
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    add_ends(backend, special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None)
+    _add_ends(backend, special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None)
     return backend, special
 
 
-def add_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Makes `backend` put these tokens around a text; changes `backend`."""
+def _add_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Puts these tokens around every text that is encoded; changes `backend`."""
     single = " ".join([f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None))
     ends = [token for token in (bos, eos) if token is not None]
     backend.post_processor = processors.TemplateProcessing(
