@@ -30,6 +30,10 @@ class LlamaConfig:
     out_bias: bool = False
     mlp_bias: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         """Reads a config.json of transformers."""

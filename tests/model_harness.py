@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from einops import rearrange
-from safetensors import safe_open
+from oracle import Host
 
+from octavo.engine.loading.safetensors import source_of_folder
+from octavo.engine.loading.weights import load_weights
 from octavo.engine.runner import cache_specs, empty_cache
 from octavo.models import step
 from octavo.models.interface import Array, ArraySpec, CacheState, Fuse, ModelSpec, StepInput, map_tree
@@ -18,23 +19,8 @@ from octavo.models.layouts.paged import TokenMajor
 
 
 def read_checkpoint(model: ModelSpec, folder: Path) -> dict[str, Any]:
-    """The weights tree as numpy, from safetensors: the loader's job in its plainest form."""
-    files = [safe_open(path, framework="np") for path in sorted(folder.glob("*.safetensors"))]
-    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-
-    def one(spec: ArraySpec, source: Fuse | np.ndarray) -> np.ndarray:
-        if isinstance(source, Fuse):
-            parts = [fit(where[part.name].get_tensor(part.name), part.pattern, model) for part in source.parts]
-            source = np.concatenate(parts, source.axis)
-        assert source.shape == spec.shape
-        return source
-
-    return map_tree(one, model.weights, model.checkpoint)
-
-
-def fit(x: np.ndarray, pattern: str, model: ModelSpec) -> np.ndarray:
-    letters = set(pattern.split("->")[0].replace("(", " ").replace(")", " ").split())
-    return rearrange(x, pattern, **{name: size for name, size in model.pattern_sizes.items() if name in letters})
+    """The weights tree as numpy, from safetensors."""
+    return load_weights(model, source_of_folder(folder), Host())  # pyright: ignore[reportArgumentType]
 
 
 def random_weights(model: ModelSpec, seed: int = 0, scale: float = 0.2) -> dict[str, Any]:

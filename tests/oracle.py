@@ -17,6 +17,8 @@ from octavo.models.interface import ArraySpec, ModelSpec, map_tree
 class Host:
     """Stands for a backend where weights are loaded or drawn: they stay numpy, as the oracle reads them."""
 
+    dtype = "float32"
+
     def place(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
         return np.asarray(x)
 
