@@ -127,7 +127,7 @@ def logprobs_of(
     def text(i: int) -> str | None:
         return None if tokenizer is None else token_text(tokenizer.pieces, context_ids, i)
 
-    entry = {token_id: Logprob(float(logprob), int(rank), text(token_id))}
+    entry = {int(token_id): Logprob(float(logprob), int(rank), text(token_id))}
     ranks = _ranks(top_logprobs)
     for i, value, place in zip(top_ids, top_logprobs, ranks, strict=True):
         if i != token_id:
