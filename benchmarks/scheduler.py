@@ -31,7 +31,7 @@ def make_scheduler(requests: int, windows: list[int | None], block_size: int, ca
 
 
 def keep_busy(scheduler: Scheduler, target: int, made: int, prompt_len: int, max_tokens: int) -> int:
-    """Adds requests until `target` are alive; returns how many have been made. Prompts differ from their first block on."""
+    """Adds requests until `target` are alive; returns how many have been made. No two prompts begin alike."""
     while len(scheduler.alive) < target:
         # lengths differ, so that requests do not all end in the same step
         length = max_tokens // 2 + made * 7919 % (max_tokens // 2 + 1)

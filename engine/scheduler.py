@@ -438,10 +438,8 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         if not threshold or n <= threshold:
             return n
-        rival = any(x is not r and not self._ends_unread(x) for x in self.running) or any(
-            x is not r and not x.in_flight and not (self._may_fork(x) and self._first_will_compute(x, draft))
-            for x in self.waiting
-        )
+        running = any(x is not r and (x in draft.committed or not self._ends_unread(x)) for x in self.running)
+        rival = running or any(x is not r and not self._set_aside(x, set(), draft) for x in self.waiting)
         return threshold if rival else n
 
     def _may_fork(self, r: Request) -> bool:
