@@ -71,11 +71,13 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
 
 def size(name: str, value: Any, low: int) -> int:
     """A whole number, or a string of one with a unit: k, m, g, t count by 1000; K, M, G, T (also Ki, KiB) by 1024."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([kKmMgGtT])(?:iB|i|B)?)?", value.strip())
+    if isinstance(text := value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([kKmMgGtT])(?:iB|i|B)?)?", text.strip())
         if not match:
             raise ValueError(f"{name} {value!r} is not a number such as 4096, '4k' (4000) or '4K' (4096)")
         digits, unit = float(match[1]), match[2] or ""
         value = digits * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1 if unit else 0)
-        value = int(value) if value == int(value) else value
+        if value != int(value):
+            raise ValueError(f"{name} {text!r} is not whole: it is {value}")
+        value = int(value)
     return integer(name, value, low)

@@ -106,16 +106,11 @@ def _named(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are not None, by their names of today."""
     known = {a.name for a in WORKING} | {a.name for a in LATER} | ALIASES.keys()
     check_names("engine argument", arguments, known, HINTS)
-    values: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if value is None:
-            continue
-        target = ALIASES.get(name, name)
-        if target in values and values[target] != value:
-            raise ValueError(
-                f"{target} {values[target]!r} and {name} {value!r} mean the same argument: give one of them"
-            )
-        values[target] = value
+    values = {name: value for name, value in arguments.items() if value is not None}
+    for old, name in ALIASES.items():
+        value = values.pop(old, None)
+        if value is not None and values.setdefault(name, value) != value:
+            raise ValueError(f"{old} {value!r} and {name} {values[name]!r} are the same argument: give one of them")
     return values
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..models.interface import ArraySpec, ModelSpec, leaves
+from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves
 from ..models.sampling import row_specs
 from .arguments import GIB
 from .config import EngineConfig
@@ -18,8 +18,8 @@ from .config import EngineConfig
 DEFAULT_CACHE_BYTES = 2 * GIB
 # of what max_num_seqs requests of max_model_len need: a default cache beyond it would hardly be reused
 USEFUL = 4
-# elements of gathered keys that the reference attention has at a time
-GATHERED = 1 << 23
+# queries of a tile of the reference attention, and elements of gathered keys that it has at a time
+TILE, GATHERED = 16, 1 << 23
 # [R, V] arrays that live at a time in the largest head: raw, scaled, bits, weights, noise, and one in the making
 HEAD_COPIES = 6
 
@@ -197,13 +197,16 @@ def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str,
     tokens, size = config.max_num_batched_tokens, itemsize(config.dtype)
     products = [_product_sizes(s, divisors) for s in leaves(model.weights) if s.product and s.product.startswith("t")]
     widest = max((x for x, _ in products), default=0)
-    attention = 0
-    for spec in model.attention:
-        heads = -(-spec.num_kv_heads // divisors.get("kv_heads", 1))
-        keys = max(GATHERED, (config.max_model_len or 0) * heads * spec.k_dim)
-        scores = keys // spec.k_dim * spec.group_size * min(16, tokens)
-        attention = max(attention, 4 * (2 * keys + 2 * scores))
+    attention = max(_attention_bytes(config, spec, divisors) for spec in model.attention)
     return size * tokens * (3 * widest + max((x + y for x, y in products), default=0)) + attention
+
+
+def _attention_bytes(config: EngineConfig, spec: AttentionSpec, divisors: Mapping[str, int]) -> int:
+    """The reference attention's keys, values, scores and probabilities of the tiles that it has at a time, in fp32."""
+    tiles = -(-config.max_num_batched_tokens // TILE) + config.max_num_seqs
+    tile = (config.max_model_len or 1) * -(-spec.num_kv_heads // divisors.get("kv_heads", 1))
+    at_once = max(1, min(tiles, GATHERED // (tile * spec.k_dim)))
+    return 4 * at_once * tile * (spec.k_dim + spec.v_dim + 2 * TILE * spec.group_size)
 
 
 def head_bytes(config: EngineConfig, model: ModelSpec) -> int:
