@@ -14,7 +14,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -73,7 +73,7 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
     """Gives a function that writes a leaf's value and returns it; call it in the order of `leaves`.
 
     The file appears under its name only when the block ends without an error, in place of older ones for the same
-    checkpoint and dtype. Where the cache folder cannot be written, nothing is kept, and a warning says so.
+    checkpoint and dtype. Where the cache folder cannot be written or is full, nothing is kept and a warning says so.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +84,12 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
         return
     try:
         with open(handle, "wb") as file:
-            file.write(_header(leaves, {}))
-            with _Appender(file) as appender:
+            with _Appender(file, _header(leaves, {})) as appender:
                 yield appender.append
+            if appender.error:
+                log.warning("converted weights are not kept, so every start will convert: %s", appender.error)
+                os.unlink(partial)
+                return
             file.seek(0)
             file.write(_header(leaves, appender.sums))
         os.replace(partial, path)
@@ -104,31 +107,42 @@ def checksum(x: np.ndarray) -> str:
 
 
 class _Appender:
-    """Writes values behind the caller's back, one at a time, so that at most two are held."""
+    """Writes values behind the caller's back, one at a time, so that at most two are held.
 
-    def __init__(self, file: IO[bytes]):
+    A disk that is full ends the writing, not the caller: `error` tells.
+    """
+
+    def __init__(self, file: IO[bytes], header: bytes):
         self.file = file
         self.sums: dict[str, str] = {}
+        self.error: OSError | None = None
         self.thread = ThreadPoolExecutor(1)
-        self.last: Future[None] | None = None
+        self.last = self.thread.submit(self._write, header)
 
     def __enter__(self) -> _Appender:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.thread.shutdown()
-        if self.last:
-            self.last.result()
+        self.last.result()
 
     def append(self, leaf: Leaf, value: np.ndarray) -> np.ndarray:
-        if self.last:
-            self.last.result()
-        self.last = self.thread.submit(self._write, leaf.path, value)
+        self.last.result()
+        self.last = self.thread.submit(self._keep, leaf.path, value)
         return value
 
-    def _write(self, path: str, value: np.ndarray) -> None:
+    def _keep(self, path: str, value: np.ndarray) -> None:
         self.sums[path] = checksum(value)
-        self.file.write(value.reshape(-1).view(np.uint8).data)
+        self._write(value.reshape(-1).view(np.uint8).data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self.error:
+            return
+        try:
+            self.file.write(data)
+            self.file.flush()
+        except OSError as error:
+            self.error = error
 
 
 def _header(leaves: list[Leaf], sums: dict[str, str]) -> bytes:
