@@ -33,7 +33,7 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str], hints: Ma
 
 def integer(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> int:
     """A whole number between low and high."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ValueError(f"{name} {value!r} is not a whole number {bounds}")
     return int(value)
@@ -41,7 +41,7 @@ def integer(name: str, value: Any, low: float = -math.inf, high: float = math.in
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> float:
     """A number between low and high; open ends are not included. NaN never is."""
-    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
     if not fits or (open_low and value == low) or (open_high and value == high):
         bounds = f"{'more than' if open_low else 'at least'} {low} and {'less than' if open_high else 'at most'} {high}"
         raise ValueError(f"{name} {value!r} is not a number of {bounds}")
