@@ -26,14 +26,17 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Any],
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text of the prompt. Raises ValueError with the template's own message when it refuses the chat."""
+    """Returns the text of the prompt. Messages and tools are dicts, or values with a `model_dump` that gives one.
+
+    Raises ValueError with the template's own message when it refuses the chat.
+    """
     if add_generation_prompt and continue_final_message:
         raise ValueError("continue_final_message=True needs add_generation_prompt=False: the last message stays open")
     chat = [_message(message) for message in messages]

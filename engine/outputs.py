@@ -127,11 +127,10 @@ def logprobs_of(
     def text(i: int) -> str | None:
         return None if tokenizer is None else token_text(tokenizer.pieces, context_ids, i)
 
-    entry = {int(token_id): Logprob(float(logprob), int(rank), text(token_id))}
-    ranks = _ranks(top_logprobs)
-    for i, value, place in zip(top_ids, top_logprobs, ranks, strict=True):
+    entry = {token_id: Logprob(logprob, rank, text(token_id))}
+    for i, value, place in zip(top_ids, top_logprobs, _ranks(top_logprobs), strict=True):
         if i != token_id:
-            entry[int(i)] = Logprob(float(value), place, text(int(i)))
+            entry[i] = Logprob(value, place, text(i))
     return entry
 
 

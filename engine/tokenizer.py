@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import tokenizers
 from tokenizers import AddedToken
@@ -81,22 +81,34 @@ class Tokenizer:
         """Returns a fresh dict of all tokens, added ones included."""
         return self.backend.get_vocab(with_added_tokens=True)
 
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, tokenize: Literal[True] = True, **arguments: Any
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(self, messages: Sequence[Any], *, tokenize: Literal[False], **arguments: Any) -> str: ...
+
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Any] | None = None,
         tokenize: bool = True,
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
-        """Returns the prompt of a chat, as ids or as text; `chat_template` is a template or the name of one of ours."""
+        """Returns the prompt of a chat, as ids or as text. More arguments are variables of the template.
+
+        `chat_template` is a template or the name of one of ours. `continue_final_message` leaves the last message open,
+        and needs `add_generation_prompt=False`.
+        """
         text = render(
             _choose_template(self.chat_template, chat_template, tools is not None),
             messages,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             variables={**self.special_tokens, **kwargs},

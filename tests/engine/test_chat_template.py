@@ -206,6 +206,11 @@ def test_named_templates_are_chosen_as_in_transformers():
         Tokenizer(_backend(), SPECIAL, {"rag": SMOLLM2}).apply_chat_template(chat)
 
 
+def test_an_open_message_and_a_new_one_exclude_each_other():
+    with pytest.raises(ValueError, match="add_generation_prompt=False"):
+        _pair(SMOLLM2)[0].apply_chat_template(PLAIN, continue_final_message=True)
+
+
 def test_no_template_is_said():
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(_backend()).apply_chat_template(PLAIN)

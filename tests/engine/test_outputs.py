@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
@@ -71,21 +68,6 @@ def test_pieces_of_a_character_are_decoded_behind_their_context():
 def test_without_a_tokenizer_there_is_no_text():
     entry = logprobs_of(5, -1.0, 1, [5, 6], [-1.0, -2.0], tokenizer=None, context_ids=[])
     assert entry == {5: Logprob(-1.0, 1, None), 6: Logprob(-2.0, 2, None)}
-
-
-def test_entries_of_arrays_hold_python_numbers():
-    entry = logprobs_of(
-        np.int32(5),
-        np.float32(-1),
-        np.int32(1),
-        np.array([5, 6], np.int32),
-        np.array([-1, -math.inf], np.float32),
-        tokenizer=TOKENIZER,
-        context_ids=[],
-    )
-    assert {type(i) for i in entry} == {int}
-    assert {type(v) for p in entry.values() for v in (p.logprob, p.rank)} == {float, int}
-    assert entry[6].logprob == -math.inf
 
 
 def _output(**changes) -> CompletionOutput:
