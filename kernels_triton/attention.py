@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import reference
+from . import cpu_attention, reference
 
 log = logging.getLogger("octavo")
 
 
 class Implementation(NamedTuple):
-    """plan(step) is made once a step and cache group; function(q, k, v, order, step, spec, sinks, plan) once a layer.
-
-    supports(spec, dtype, device) is None, or the reason why not.
+    """function(q, k, v, order, step, spec, sinks, plan) runs once a layer; plan(step, spec, block_size) is made once for
+    the layers of a step that share a block table and a spec. supports(spec, dtype, device) is None, or why not.
     """
 
     function: Callable[..., torch.Tensor]
-    plan: Callable[[Any], Any]
+    plan: Callable[[Any, Any, int], Any]
     supports: Callable[[Any, torch.dtype, torch.device], str | None]
 
 
@@ -30,8 +29,9 @@ def anything(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.attend, reference.plan, anything),
+    "cpu": Implementation(cpu_attention.attend, cpu_attention.plan, cpu_attention.supports),
 }
-PREFERRED = ("reference",)  # what "auto" tries, in order
+PREFERRED = ("cpu", "reference")  # what "auto" tries, in order
 
 
 def choose(name: str, spec: Any, dtype: torch.dtype, device: torch.device) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, noise, xp
+from . import noise, xp
+from .attention import IMPLEMENTATIONS, Implementation, choose
 from .products import Packed, matmul, pack
 
 Tensor = torch.Tensor
@@ -22,13 +23,14 @@ class TorchOps:
 
     def __init__(self, pure: bool = False, attention: str = "auto"):
         self.pure, self.wanted = pure, attention
-        self.chosen: dict[Any, str] = {}
-        self.plans: dict[tuple[int, str], Any] = {}
+        self.chosen: dict[Any, Implementation] = {}
+        self.steps: Sequence[Any] = ()
+        self.plans: dict[tuple[int, Any], Any] = {}
 
     def for_step(self, steps: Sequence[Any]) -> TorchOps:
-        """A copy that remembers, for each group's step, what its attention implementation derives once."""
+        """A copy that remembers, for each group's step, what attention derives from it once for all layers."""
         ops = copy.copy(self)
-        ops.plans = {}
+        ops.steps, ops.plans = steps, {}
         return ops
 
     def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
@@ -45,7 +47,7 @@ class TorchOps:
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
         """The table's rows."""
-        return (table_VE if isinstance(table_VE, Tensor) else table_VE.weight).index_select(0, ids_T)
+        return (table_VE if isinstance(table_VE, Tensor) else table_VE.rows).index_select(0, ids_T)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
@@ -76,14 +78,21 @@ class TorchOps:
         self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
     ) -> Tensor:
         """Causal attention of each token over its sequence's cache. Returns [T, K, G, Dv]."""
-        key = (spec, q_TKGD.dtype, q_TKGD.device)
-        if (name := self.chosen.get(key)) is None:
-            name = self.chosen[key] = attention.choose(self.wanted, *key)
-        implementation = attention.IMPLEMENTATIONS[name]
-        at = (id(step.block_tables_SB), name)
-        if (plan := self.plans.get(at)) is None:
-            plan = self.plans[at] = implementation.plan(step)
+        implementation, plan = self._implementation(q_TKGD, spec), None
+        group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
+        if group is not None:
+            plan = self.plans.get((group, spec))
+        if plan is None:
+            plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
+        if group is not None:
+            self.plans[group, spec] = plan
         return implementation.function(q_TKGD, k, v, order, step, spec, sinks, plan)
+
+    def _implementation(self, q: Tensor, spec: Any) -> Implementation:
+        key = (spec, q.dtype, q.device)
+        if key not in self.chosen:
+            self.chosen[key] = IMPLEMENTATIONS[choose(self.wanted, *key)]
+        return self.chosen[key]
 
     def arange(self, n: int, like: Tensor) -> Tensor:
         """0 .. n - 1 in the dtype and place of `like`."""

@@ -1,36 +1,86 @@
-"""The matrix products of models/, and weights as they read them fastest."""
+"""The matrix products of models/, and weights in the form that the CPU reads fastest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
+import torch.nn.functional as F
 
 Tensor = torch.Tensor
 
+# oneDNN chooses a blocking by the expected number of rows: that for 32 serves 1 and 512 within a few percent
+ROWS = 32
 
-@dataclass(frozen=True)
+
 class Packed:
-    """A weight in another form beside its own."""
+    """A weight blocked by oneDNN, once, for one product. Against plain torch on the CPU: half the time or less.
 
-    weight: Tensor
+    `shape` is the weight's own; `matrix` is [N, depth]; `tail` is what the product appends to x's free axes.
+    """
+
+    def __init__(self, weight: Tensor, product: str):
+        shared, first = contraction(product)
+        self.shape, self.product = weight.shape, product
+        self.depth = (weight.shape[:shared] if first else weight.shape[weight.ndim - shared :]).numel()
+        self.tail = weight.shape[shared:] if first else weight.shape[: weight.ndim - shared]
+        self.first, self.shared = first, shared
+        plain = weight.reshape(self.depth, -1).t() if first else weight.reshape(-1, self.depth)
+        self.matrix = torch.ops.mkldnn._reorder_linear_weight(plain, ROWS)
+
+    def times(self, x: Tensor) -> Tensor:
+        """x's last axes contracted with the weight."""
+        free = x.shape[: x.ndim - self.shared]
+        y = _linear(x.reshape(-1, self.depth), self.matrix, None, "none", [], "")
+        return y if len(self.tail) == 1 and len(free) == 1 else y.view(*free, *self.tail)
+
+    def dense(self) -> Tensor:
+        """The weight as it was."""
+        plain = self.matrix.to_dense()
+        return (plain.t() if self.first else plain).reshape(self.shape)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The same, kept: a tied table is looked up in as well, which the blocked form cannot do."""
+        return self.dense()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return (2 if "rows" in self.__dict__ else 1) * self.shape.numel() * self.matrix.element_size()
+
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def pack(weight: Tensor, product: str | None) -> Tensor | Packed:
-    """The weight, ready for `product`."""
-    return weight
+    """The weight for `product`: blocked where oneDNN multiplies its dtype natively, else itself."""
+    if product is None or weight.device.type != "cpu" or not packs(weight.dtype):
+        return weight
+    return Packed(weight, product)
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this CPU has oneDNN products in that dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
     """A matrix product on 2-D views: the letters that end x are contracted with those that begin or end w."""
+    if isinstance(w, Packed):
+        if w.product != spec:
+            raise ValueError(f"this weight was prepared for {w.product!r}, not for {spec!r}")
+        return w.times(x)
     shared, first = contraction(spec)
     free = x.shape[: x.ndim - shared]
     if first:
-        inner, depth = w.shape[shared:], w.shape[:shared].numel()
-        return (x.reshape(-1, depth) @ w.reshape(depth, -1)).reshape(*free, *inner)
-    inner, depth = w.shape[: w.ndim - shared], w.shape[w.ndim - shared :].numel()
-    return torch.nn.functional.linear(x.reshape(-1, depth), w.reshape(-1, depth)).reshape(*free, *inner)
+        tail, depth = w.shape[shared:], w.shape[:shared].numel()
+        return (x.reshape(-1, depth) @ w.reshape(depth, -1)).reshape(*free, *tail)
+    tail, depth = w.shape[: w.ndim - shared], w.shape[w.ndim - shared :].numel()
+    return F.linear(x.reshape(-1, depth), w.reshape(-1, depth)).reshape(*free, *tail)
 
 
 @cache
@@ -38,9 +88,10 @@ def contraction(spec: str) -> tuple[int, bool]:
     """How many letters are contracted, and whether they begin w (else they end it)."""
     xs, ws, ys = spec.replace("->", ",").split(",")
     shared = "".join(a for a in xs if a in ws)
-    if xs.endswith(shared):
-        if ws.startswith(shared) and ys == xs.removesuffix(shared) + ws.removeprefix(shared):
+    if shared and xs.endswith(shared):
+        free = xs.removesuffix(shared)
+        if ws.startswith(shared) and ys == free + ws.removeprefix(shared):
             return len(shared), True
-        if ws.endswith(shared) and ys == xs.removesuffix(shared) + ws.removesuffix(shared):
+        if ws.endswith(shared) and ys == free + ws.removesuffix(shared):
             return len(shared), False
     raise NotImplementedError(f"einsum {spec!r}: the contracted letters must end x, and begin or end w")

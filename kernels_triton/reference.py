@@ -28,7 +28,7 @@ class Tiles:
     queries: int
 
 
-def plan(step: Any) -> Tiles:
+def plan(step: Any, spec: Any, block_size: int) -> Tiles:
     """Tiles of at most QUERIES tokens (decode: 1) of one sequence; their number follows from shapes alone."""
     starts, seq_T = step.query_starts_S1, step.seq_ids_T
     num_seqs, num_tokens, device = starts.shape[0] - 1, seq_T.shape[0], starts.device
@@ -52,10 +52,12 @@ def attend(
     def some_tiles(seq_W: Tensor, start_W: Tensor) -> Tensor:
         table_WB = step.block_tables_SB[seq_W]
         k_WMKD, v_WMKD = (rearrange(x[table_WB], f"w {order} -> w (n p) k d") for x in (k, v))
-        token_WQ = (start_W[:, None] + torch.arange(tiles.queries, device=q_TKGD.device)).clamp_max(len(q_TKGD) - 1)
+        token_WQ = start_W[:, None] + torch.arange(tiles.queries, device=q_TKGD.device)
+        own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]
+        token_WQ = token_WQ.clamp_max(len(q_TKGD) - 1)
         keys_M = torch.arange(k_WMKD.shape[1], device=q_TKGD.device)
         behind_WQM = step.positions_T[token_WQ][..., None] - keys_M
-        visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or 1 << 30))
+        visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or 1 << 30)) & own_WQ[..., None]
         scores = torch.einsum("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ].float(), k_WMKD.float()) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
