@@ -1,7 +1,7 @@
 """A scheduler, a device that is only bookkeeping, and everything that must hold after each step.
 
-The device keeps what K/V stand for: in each slot the digest of all that the token's K/V depend on (salt and every token
-up to it). A step writes first and reads afterwards, and fails if any token that a query sees is not the query's own past.
+The device keeps what K/V stand for: in each slot the digest of all that they depend on (salt, and every token
+up to theirs). A step writes first and reads afterwards, and fails if a query sees a token that is not its own past.
 So sharing, forking, freeing, windows, eviction and preemption are right or the world stops.
 """
 
