@@ -8,11 +8,18 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .cli_arguments import engine_arguments
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .llm import LLM
+    from .memory_plan import MemoryPlan
+    from .outputs import RequestOutput
+    from .sampling_params import SamplingParams
 
 app = typer.Typer(
     help="octavo: an LLM inference engine.",
@@ -69,9 +76,9 @@ def generate(
         if system is not None and not chat:
             raise ValueError(f"--system {system!r} needs --chat")
         prompts = prompt or [_read_stdin()]
-        llm = _engine(model, backend, context)
         sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        params = _params(llm, sampling | {"min_p": min_p, "seed": seed, "stop": stop, "ignore_eos": ignore_eos})
+        sampling |= {"min_p": min_p, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
+        llm, params = _engine(model, backend, context, sampling)
         inputs = [_conversation(p, system) for p in prompts] if chat else prompts
         if len(inputs) == 1 and n == 1 and not as_json:
             _write_stream(llm, inputs[0], params)
@@ -81,7 +88,7 @@ def generate(
         _print_outputs(prompts, outputs, as_json)
 
 
-def _print_outputs(prompts: list[str], outputs: list[Any], as_json: bool) -> None:
+def _print_outputs(prompts: list[str], outputs: list[RequestOutput], as_json: bool) -> None:
     """One JSON object a prompt and line, or text under a heading for each sample."""
     for prompt, output in zip(prompts, outputs, strict=True):
         if as_json:
@@ -109,9 +116,8 @@ def chat(
 ) -> None:
     """Talks with a model. /reset forgets the conversation, /quit (or the end of input) leaves."""
     with _reporting(debug):
-        llm = _engine(model, backend, context)
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        params = _params(llm, sampling | {"min_p": min_p, "seed": seed})
+        llm, params = _engine(model, backend, context, sampling | {"min_p": min_p, "seed": seed})
         opening = [{"role": "system", "content": system}] if system is not None else []
         messages = list(opening)
         for line in _lines():
@@ -125,7 +131,7 @@ def chat(
                 messages = _answered(llm, [*messages, {"role": "user", "content": line}], params)
 
 
-def _answered(llm: Any, messages: list[dict[str, str]], params: Any) -> list[dict[str, str]]:
+def _answered(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
     """The conversation with the answer added. What cannot be answered is reported and taken back."""
     try:
         text = _write_stream(llm, messages, params)
@@ -190,25 +196,34 @@ def plan(
 ) -> None:
     """Shows where the memory would go: weights, rows, cache, activations, before anything is allocated."""
     with _reporting(debug):
-        from .build import memory_plan_of
         from .config import engine_config
 
         config = engine_config(model, backend=backend, **engine_arguments(context.args))
-        _show(dataclasses.asdict(memory_plan_of(config)), as_json, title=f"memory plan of {model}")
+        _show(dataclasses.asdict(_memory_plan(config)), as_json, title=f"memory plan of {model}, bytes on one device")
 
 
-def _engine(model: str, backend: str, context: typer.Context) -> Any:
+def _memory_plan(config: EngineConfig) -> MemoryPlan:
+    """The plan that LLM would follow. Reads the checkpoint's config alone, and starts no backend."""
+    from ..models.registry import spec_from_hf
+    from ..sharding.rules import tensor_parallel
+    from .build import open_checkpoint
+    from .memory_plan import available_memory, memory_plan
+
+    model = spec_from_hf(open_checkpoint(config).hf_config)
+    divisors = {axis: config.tensor_parallel_size for axis, name in tensor_parallel().items() if name == "tp"}
+    return memory_plan(config.for_model(model), model, divisors=divisors, available=available_memory())
+
+
+def _engine(model: str, backend: str, context: typer.Context, sampling: dict[str, Any]) -> tuple[LLM, SamplingParams]:
+    """The engine, and what the command line says of sampling, over what the checkpoint says, over greedy."""
     from .llm import LLM
-
-    return LLM(model, backend=backend, **engine_arguments(context.args))
-
-
-def _params(llm: Any, given: dict[str, Any]) -> Any:
-    """What the command line says, over what the checkpoint says, over greedy."""
     from .sampling_params import SamplingParams
 
-    said = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**({"temperature": 0.0} | llm.defaults | said))
+    said: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    # checked before a model is loaded for it
+    SamplingParams(**said)
+    llm = LLM(model, backend=backend, **engine_arguments(context.args))
+    return llm, SamplingParams(**{"temperature": 0.0, **llm.defaults, **said})
 
 
 def _conversation(message: str, system: str | None) -> list[dict[str, str]]:
@@ -216,11 +231,11 @@ def _conversation(message: str, system: str | None) -> list[dict[str, str]]:
     return [*opening, {"role": "user", "content": message}]
 
 
-def _write_stream(llm: Any, prompt: Any, params: Any) -> str:
+def _write_stream(llm: LLM, prompt: Any, params: SamplingParams) -> str:
     """Writes a completion to stdout as it comes; Ctrl-C ends it. Returns the text."""
     pieces = []
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.stream(prompt, params)) as stream:
-        for piece in stream:
+    with contextlib.suppress(KeyboardInterrupt):
+        for piece in llm.stream(prompt, params):
             pieces.append(piece)
             sys.stdout.write(piece)
             sys.stdout.flush()
