@@ -79,7 +79,7 @@ def generate(
         sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling |= {"min_p": min_p, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
         llm, params = _engine(model, backend, context, sampling)
-        inputs = [_conversation(p, system) for p in prompts] if chat else prompts
+        inputs: list[Any] = [_conversation(p, system) for p in prompts] if chat else prompts
         if len(inputs) == 1 and n == 1 and not as_json:
             _write_stream(llm, inputs[0], params)
             return

@@ -38,7 +38,7 @@ def _is_nested(value: Any) -> bool:
 def _of_scalars(values: dict[str, Any], title: str) -> Table:
     table = Table(title=title, title_justify="left", min_width=len(title), show_header=False)
     table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")
     for name, value in values.items():
         table.add_row(_words(name), readable(name, value))
     return table
