@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from backends import BACKENDS
+
+# before anything imports huggingface_hub, which reads it once
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from backends import BACKENDS  # noqa: E402
 
 # what a test file may import that an environment with one backend lacks
 OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece"}
-
-# before transformers or huggingface_hub is imported: they read it once
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
