@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.engine.loading.fetch import ALIASES, cached_path, is_verified
+from octavo.engine.loading.aliases import ALIASES, cached_path, is_verified
 
 
 def embedded_model() -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from .aliases import ALIASES, cached_path
 from .checkpoint import find_model, open_model
 from .converted import converted_dir
-from .fetch import ALIASES, cached_path
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import safetensors
-from .fetch import ALIASES, fetch
+from .aliases import ALIASES, fetch
 from .gguf import read_gguf
 from .gguf_config import config_from_gguf
 from .gguf_names import gguf_source

@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -88,6 +88,9 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
                 yield appender.append
             if appender.error:
                 log.warning("converted weights are not kept, so every start will convert: %s", appender.error)
+                # closing writes what is left, and fails again
+                with suppress(OSError):
+                    file.close()
                 os.unlink(partial)
                 return
             file.seek(0)
