@@ -45,7 +45,7 @@ def make_runner(args) -> Runner:
     """A runner with room for the most rows at the longest context."""
     backend = get_backend(args.backend, {"dtype": args.dtype, "attention": args.attention})
     layout, rows = LAYOUTS[args.layout](args.block_size), max(args.rows)
-    length = max([n + args.repeat + 2 for n in args.context] + [n + 1 for n in args.prefill])
+    length = max([n + args.repeat + 3 for n in args.context] + [n + 1 for n in args.prefill])
     blocks = -(-length // args.block_size)
     model = spec(SMOLLM2)
     exact = getattr(backend, "eager", False)

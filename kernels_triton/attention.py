@@ -14,8 +14,8 @@ log = logging.getLogger("octavo")
 
 
 class Implementation(NamedTuple):
-    """function(q, k, v, order, step, spec, sinks, plan) runs once a layer; plan(step, spec, block_size) is made once for
-    the layers of a step that share a block table and a spec. supports(spec, dtype, device) is None, or why not.
+    """function(q, k, v, order, step, spec, sinks, plan) attends; supports(spec, dtype, device) is None, or why not;
+    plan(step, spec, block_size) is what all layers of a step with one block table and spec share.
     """
 
     function: Callable[..., torch.Tensor]

@@ -19,7 +19,7 @@ import torch
 Tensor = torch.Tensor
 
 QUERIES = 128  # of a tile
-MEMORY = 1 << 19  # elements of keys copied at a time: they stay in the cache until they are read
+MEMORY = 3 << 18  # elements of keys copied at a time: they stay in the cache until they are read
 NEVER = float("-inf")
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -27,7 +27,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries tokens[0] .. tokens[1] of one sequence, which see keys first .. last (within the unit) as the mask says."""
+    """Queries of one sequence, which see the unit's keys in a slice, as the mask says."""
 
     tokens: slice
     keys: slice
@@ -147,7 +147,7 @@ def attend(
 
 def gather(x: Tensor, order: str, unit: Unit) -> Tensor:
     """The unit's blocks as [W, K, M, D], a view where one run of blocks makes it possible. Unseen keys become zero."""
-    (num_seqs, width), heads = unit.blocks_WB.shape, x.shape[order.split().index("k")]
+    num_seqs, heads = len(unit.blocks_WB), x.shape[order.split().index("k")]
     if (found := unit.ids.get((order, heads))) is None:
         found = unit.ids[order, heads] = gather_ids(unit, order, heads, x.shape[order.split().index("p")])
     ids, unseen = found

@@ -14,6 +14,7 @@ from .attention import IMPLEMENTATIONS, Implementation, choose
 from .products import Packed, matmul, pack
 
 Tensor = torch.Tensor
+BLOCK = 256  # of argmax
 
 
 class TorchOps:
@@ -26,11 +27,12 @@ class TorchOps:
         self.chosen: dict[Any, Implementation] = {}
         self.steps: Sequence[Any] = ()
         self.plans: dict[tuple[int, Any], Any] = {}
+        self.tables: list[tuple[Any, tuple[Tensor, Tensor]]] = []
 
     def for_step(self, steps: Sequence[Any]) -> TorchOps:
         """A copy that remembers, for each group's step, what attention derives from it once for all layers."""
         ops = copy.copy(self)
-        ops.steps, ops.plans = steps, {}
+        ops.steps, ops.plans, ops.tables = steps, {}, []
         return ops
 
     def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
@@ -69,10 +71,21 @@ class TorchOps:
 
     def rope(self, x: Tensor, rope: Any) -> Tensor:
         """x [T, ..., D] with each pair (i, i + D/2) turned by its angle, in fp32."""
-        shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1] // 2)
-        cos, sin = rope.cos_TD.view(shape), rope.sin_TD.view(shape)
-        a, b = x.float().chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+        cos_TD, sin_TD = self._whole_tables(rope)
+        shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
+        x32, half = x.float(), x.shape[-1] // 2
+        turned = (x32 * cos_TD.view(shape)).addcmul_(torch.roll(x32, half, -1), sin_TD.view(shape))
+        return turned.to(x.dtype)
+
+    def _whole_tables(self, rope: Any) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for both halves of the axis; made once a step, where for_step said that it is one."""
+        for known, tables in self.tables:
+            if known is rope:
+                return tables
+        tables = torch.cat([rope.cos_TD, rope.cos_TD], -1), torch.cat([-rope.sin_TD, rope.sin_TD], -1)
+        if self.steps:
+            self.tables.append((rope, tables))
+        return tables
 
     def attention(
         self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
@@ -106,7 +119,14 @@ class TorchOps:
 
     def argmax(self, x: Tensor) -> Tensor:
         """int32 place of the greatest of the last axis; the first of equals."""
-        return torch.argmax(x, -1).to(torch.int32)
+        size = x.shape[-1]
+        if x.device.type != "cpu" or x.ndim != 2 or size % BLOCK:
+            return torch.argmax(x, -1).to(torch.int32)
+        # torch's argmax is not vectorised on the CPU, amax is: find the first block of the greatest, then look inside
+        blocks = x.reshape(-1, size // BLOCK, BLOCK)
+        block_R = blocks.amax(-1).argmax(-1)
+        rows_R = torch.arange(len(block_R))
+        return (block_R * BLOCK + blocks[rows_R, block_R].argmax(-1)).to(torch.int32)
 
     def logsumexp(self, x: Tensor) -> Tensor:
         return torch.logsumexp(x, -1)

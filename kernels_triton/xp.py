@@ -1,8 +1,8 @@
 """The array namespace that models/ may use (`ops.xp`), in torch: a listed subset of the array API, with int32 integers.
 
 Dtypes: bool, int32, float32, bfloat16. Element-wise: abs, astype, clip, exp, isfinite, isnan, log, maximum, minimum,
-tanh, where. Reductions (axis=None, keepdims=False): all, any, max, min, sum, and cumulative_sum (axis). Making and joining:
-concat, expand_dims, full_like, ones_like, stack, zeros_like. Searching: searchsorted.
+tanh, where. Reductions (axis=None, keepdims=False): all, any, max, min, sum, and cumulative_sum (axis). Making and
+joining: concat, expand_dims, full_like, ones_like, stack, zeros_like. Searching: searchsorted.
 
 As in JAX, no integer result is wider than int32: counts, sums of int32 or bool, and places found by searching.
 """
