@@ -1,8 +1,8 @@
 """The array namespace that models/ may use (`ops.xp`), in torch: a listed subset of the array API, with int32 integers.
 
-Dtypes: bool, int32, float32, bfloat16. Element-wise: abs, astype, clip, exp, isfinite, isnan, log, maximum, minimum,
-tanh, where. Reductions (axis=None, keepdims=False): all, any, max, min, sum, and cumulative_sum (axis). Making and
-joining: concat, expand_dims, full_like, ones_like, stack, zeros_like. Searching: searchsorted.
+Dtypes: bool, int32, float32, bfloat16. Element-wise: abs, astype, clip, exp, isfinite, log, maximum, minimum, round,
+tanh, where. Reductions (axis=None, keepdims=False): all, any, max, min, sum; cumulative_sum (axis). Making and joining:
+concat, ones_like, stack, zeros_like. Searching: searchsorted.
 
 As in JAX, no integer result is wider than int32: counts, sums of int32 or bool, and places found by searching.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 import builtins
 
 import torch
-from torch import abs, bfloat16, bool, exp, float32, full_like, int32, isfinite, isnan, log, ones_like, tanh, zeros_like
+from torch import abs, bfloat16, bool, exp, float32, int32, isfinite, log, ones_like, round, tanh, zeros_like
 
 # fmt: off
 __all__ = [
-    "abs", "all", "any", "astype", "bfloat16", "bool", "clip", "concat", "cumulative_sum", "exp", "expand_dims",
-    "float32", "full_like", "int32", "isfinite", "isnan", "log", "max", "maximum", "min", "minimum", "ones_like",
-    "searchsorted", "stack", "sum", "tanh", "where", "zeros_like",
+    "abs", "all", "any", "astype", "bfloat16", "bool", "clip", "concat", "cumulative_sum", "exp", "float32", "int32",
+    "isfinite", "log", "max", "maximum", "min", "minimum", "ones_like", "round", "searchsorted", "stack", "sum", "tanh",
+    "where", "zeros_like",
 ]
 # fmt: on
 
@@ -79,10 +79,6 @@ def concat(arrays: list[Tensor] | tuple[Tensor, ...], axis: int = 0) -> Tensor:
 
 def stack(arrays: list[Tensor] | tuple[Tensor, ...], axis: int = 0) -> Tensor:
     return torch.stack(tuple(arrays), axis)
-
-
-def expand_dims(x: Tensor, axis: int = 0) -> Tensor:
-    return x.unsqueeze(axis)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
