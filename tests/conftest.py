@@ -13,7 +13,7 @@ import pytest
 # before anything imports huggingface_hub, which reads it once
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from backends import BACKENDS  # noqa: E402
+from backends import BACKENDS
 
 # what a test file may import that an environment with one backend lacks
 OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece"}
