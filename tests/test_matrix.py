@@ -24,7 +24,7 @@ FACTORS: dict[str, list[Any]] = {
     "order": ["given", "reversed", "shuffled"],
     "async_scheduling": [True, False],
     "warmup": ["lazy", "all"],
-    "mode": ["in_place", "pure"],
+    "mode": ["in_place", "pure"] if "torch" in BACKENDS else ["in_place"],
     "scheduler_order": ["decode_first", "prefill_first"],
     "attention": ["cpu", "reference"],
     "params": ["greedy", "random"],
