@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..kernels_triton.ops import TorchOps
+from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
 
 Tensor = torch.Tensor
@@ -40,7 +41,7 @@ def consume(x: Tensor) -> Tensor:
 
 def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
     """f over the arrays in dicts, tuples, lists and dataclasses."""
-    if isinstance(tree, Tensor | np.ndarray):
+    if isinstance(tree, Tensor | np.ndarray | Packed):
         return f(tree)
     if isinstance(tree, dict):
         return {k: map_arrays(f, v) for k, v in tree.items()}
@@ -49,6 +50,13 @@ def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree)(**{k: map_arrays(f, v) for k, v in vars(tree).items()})
     return tree
+
+
+def from_numpy(x: np.ndarray) -> Tensor:
+    """x as a tensor over the same memory."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 def physical_cores() -> int:
@@ -71,7 +79,7 @@ class StaticInputs:
         """The tree with its arrays copied into the buffers of its shape."""
         found: list[Any] = []
         map_arrays(found.append, tree)
-        arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in found]
+        arrays = [from_numpy(x) if isinstance(x, np.ndarray) else x for x in found]
         key = tuple((x.shape, x.dtype) for x in arrays)
         if (buffers := self.buffers.get(key)) is None:
             buffers = self.buffers[key] = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in arrays]
@@ -108,10 +116,8 @@ class TorchBackend:
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
         """A copy of x on the device, in the spec's dtype."""
-        is_bf16 = x.dtype == ml_dtypes.bfloat16
         # copied by numpy: x may be a read-only file map, which torch does not take
-        own = torch.from_numpy(np.array(x.view(np.int16) if is_bf16 else x, order="C"))
-        return (own.view(torch.bfloat16) if is_bf16 else own).to(self.device, self._dtype(spec))
+        return from_numpy(np.array(x, order="C")).to(self.device, self._dtype(spec))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """A weight on the device, packed for its product."""
@@ -149,9 +155,9 @@ class TorchBackend:
     def prefetch(self, x: Tensor) -> None:
         """Nothing yet: an eager step on the CPU is done when it returns."""
 
-    def read(self, x: Tensor) -> np.ndarray:
-        """A copy on the host."""
-        host = x.detach().cpu()
+    def read(self, x: Tensor | Packed) -> np.ndarray:
+        """A copy on the host; of a packed weight, as it was before."""
+        host = (x.dense() if isinstance(x, Packed) else x).detach().cpu()
         if host.dtype == torch.bfloat16:
             return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
         return host.numpy().copy()
