@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from octavo.kernels_triton import noise
 from octavo.kernels_triton.ops import BLOCK, TorchOps
 from octavo.models.interface import Rope

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from octavo.kernels_triton import products
 from octavo.kernels_triton.ops import TorchOps
 from octavo.models.interface import ArraySpec

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from octavo.kernels_triton import xp
 
 ROOT = Path(__file__).parents[2]
