@@ -4,8 +4,8 @@ Letters: W tiles of a step, C tiles at once, Q queries of a tile, X = Q x G, M k
 
 Trip counts are dynamic: only real tiles, and only as many keys as the longest of the C tiles sees, are computed; so a
 wide block table costs nothing. Sequences with one token and sequences with more are cut apart: a decode row shall not
-pay for a tile of 32 queries. Blocks are gathered as whole rows of a matrix, which XLA:CPU copies at memory speed, the
-transpose to [C, K, M, D] fused into it, and both products run as batched matrix products (Eigen).
+pay for a tile of 32 queries. Keys and values are gathered as rows of a matrix, which XLA:CPU copies several times as
+fast as a gather of more dims, in the order in which both products run as batched matrix products (Eigen).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .reference import FAR, masked_scores
 QUERIES = 32  # of a tile, for sequences with more than one token
 LANES = 128  # query tokens at once
 KEYS = 128  # keys at once and tile; twice as many where there are few tiles
+FEW = 8  # X up to which scores are computed transposed
 LATE = 2**31 - 1
 
 
@@ -148,12 +149,13 @@ def _attend_tiles(
         top_CKX, sum_CKX, out_CKXD = carry
         ids_CB = lax.dynamic_slice(table_CB, (0, i * blocks), (len(seq_C), blocks))
         key_M = i * keys + jnp.arange(keys)
-        written_CM = key_M < length_C[:, None]
-        k_CKMD, v_CKMD = (_gather(x, order, ids_CB, written_CM) for x in (k, v))
         behind_CXM = position_CX[:, :, None] - key_M
         visible_CXM = (behind_CXM >= 0) & (behind_CXM < (spec.window or FAR))
-        scores_CKXM = jnp.einsum("ckxd,ckmd->ckxm", q_CKXD, k_CKMD, precision="highest")
+        scores_CKXM = _scores(q_CKXD, _gather(k, order, ids_CB))
         scores_CKXM = masked_scores(scores_CKXM, visible_CXM[:, None], spec.softcap)
+        # weight zero times what an unwritten slot holds would still be a nan, if that is one
+        written_CM = key_M < length_C[:, None]
+        v_CKMD = jnp.where(written_CM[:, None, :, None], _gather(v, order, ids_CB), 0)
         new_CKX = jnp.maximum(top_CKX, scores_CKXM.max(-1))
         shrink_CKX = jnp.exp(top_CKX - new_CKX)
         weight_CKXM = jnp.exp(scores_CKXM - new_CKX[..., None])
@@ -171,12 +173,26 @@ def _attend_tiles(
     return rearrange(out_CKXD, "c k (q g) d -> (c q) k g d", q=queries)
 
 
-def _gather(x: jax.Array, order: str, ids_CB: jax.Array, written_CM: jax.Array) -> jax.Array:
-    """[C, K, M, D] of the blocks' keys or values. What nobody has written reads as zero, whatever lies there."""
-    rows = x.reshape(x.shape[0], -1).at[ids_CB.reshape(-1)].get(mode="promise_in_bounds")
-    inner = " ".join(order.split()[1:])
-    blocks = rearrange(rows.reshape(*ids_CB.shape, *x.shape[1:]), f"c b {inner} -> c k (b p) d")
-    return jnp.where(written_CM[:, None, :, None], blocks, 0)
+def _gather(x: jax.Array, order: str, ids_CB: jax.Array) -> jax.Array:
+    """[C, K, M, D]: the blocks' keys or values, one kv head after the other."""
+    size = dict(zip(order.split(), x.shape, strict=True))
+    row_CKB = ids_CB[:, None] * size["k"] + jnp.arange(size["k"])[:, None]
+    if order == "n p k d":
+        head_K11, slot_P = jnp.arange(size["k"])[:, None, None], jnp.arange(size["p"])
+        row_CKB = (ids_CB[:, None, :, None] * size["p"] + slot_P) * size["k"] + head_K11
+    rows = x.reshape(-1, size["d"] if order == "n p k d" else size["p"] * size["d"])
+    found = rows.at[row_CKB.reshape(-1)].get(mode="promise_in_bounds")
+    # or XLA:CPU fuses the reshape into the gather, which then copies element by element
+    return lax.optimization_barrier(found).reshape(len(ids_CB), size["k"], -1, size["d"])
+
+
+def _scores(q_CKXD: jax.Array, k_CKMD: jax.Array) -> jax.Array:
+    """q k^T, [C, K, X, M]. With few queries Eigen is four times as fast the other way round."""
+    if q_CKXD.shape[2] > FEW:
+        return jnp.einsum("ckxd,ckmd->ckxm", q_CKXD, k_CKMD, precision="highest")
+    scores_CKMX = jnp.einsum("ckmd,ckxd->ckmx", k_CKMD, q_CKXD, precision="highest")
+    # or XLA moves the transpose into the product, which makes it the slow one
+    return lax.optimization_barrier(scores_CKMX).swapaxes(2, 3)
 
 
 def _start(q_CKXD: jax.Array, v_dim: int, sinks_KG: Any, queries: int) -> tuple:
