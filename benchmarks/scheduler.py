@@ -13,6 +13,7 @@ import json
 import platform
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.plan import Plan
@@ -23,7 +24,9 @@ from octavo.engine.scheduler import Scheduler, SchedulerConfig
 BUDGET, MODEL_LEN = 2048, 4096  # tokens
 
 
-def make_scheduler(requests: int, windows: list[int | None], block_size: int, caching: bool, policy: str) -> Scheduler:
+def make_scheduler(
+    requests: int, windows: Sequence[int | None], block_size: int, caching: bool, policy: str
+) -> Scheduler:
     """A scheduler whose pools hold all requests at their longest, and half of that again for the prefix cache."""
     num_blocks = requests * (MODEL_LEN // block_size) * 3 // 2 + 1
     blocks = BlockManager(windows, [num_blocks] * len(windows), block_size, caching, BUDGET)

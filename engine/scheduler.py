@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager, Hit
-from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from .draft import Draft, admission
+from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
 from .waiting import QUEUES, FcfsQueue, PriorityQueue, rank
@@ -54,27 +55,6 @@ class SchedulerConfig:
             raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark {self.watermark} is not a part of the pool, from 0 to under 1")
-
-
-@dataclass(slots=True)
-class Draft:
-    """A plan in the making. `planned` may still be undone, `committed` not."""
-
-    budget: int
-    planned: dict[Request, int] = field(default_factory=dict)
-    committed: dict[Request, int] = field(default_factory=dict)
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    writes: dict[Request, list[TableWrite]] = field(default_factory=dict)
-    transfers: list[Transfer] = field(default_factory=list)
-    reasons: list[tuple[str, Reason]] = field(default_factory=list)
-    preempted: bool = False
-    variant: int = 0
-    num_logprobs: int = -1
-
-    def computed_before(self, r: Request) -> int:
-        """Tokens of a request that earlier steps have computed."""
-        return r.computed - self.committed.get(r, 0)
 
 
 class Scheduler:
@@ -408,19 +388,10 @@ class Scheduler:
     def _plan(self, draft: Draft) -> Plan | None:
         if not draft.chunks:
             return None
-        reasons, self.events = (*self.events, *draft.reasons), []
-        writes = tuple(w for of_one in draft.writes.values() for w in of_one)
+        plan = draft.plan(self.step, self.events)
         self.step += 1
-        return Plan(
-            self.step - 1,
-            tuple(draft.chunks),
-            tuple(draft.admitted),
-            writes,
-            tuple(draft.transfers),
-            VARIANTS[draft.variant],
-            draft.num_logprobs,
-            reasons,
-        )
+        self.events = []
+        return plan
 
     def _wanted(self, r: Request) -> int:
         return len(r.tokens) + r.in_flight - r.computed
@@ -460,19 +431,3 @@ class Scheduler:
             if ready and (hit := self.blocks.fork(r, x)):
                 return hit
         return None
-
-
-def admission(r: Request) -> Admission:
-    """What the device must know of a request that has just been given a row."""
-    assert r.row is not None
-    stops = tuple(sorted({*r.eos_ids, *r.params.stop_token_ids})) if r.params.min_tokens else ()
-    return Admission(
-        r.row,
-        tuple(r.tokens),
-        r.computed,
-        len(r.prompt),
-        r.key,
-        r.params.row(),
-        r.params.min_tokens if stops else 0,
-        stops,
-    )

@@ -47,6 +47,32 @@ def make_request(id: str, prompt, max_tokens: int | None = 8, *, stop_token_ids=
     return Request(id, prompt, params, eos_ids=frozenset(eos_ids), **fields)
 
 
+def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
+    for r in requests:
+        scheduler.add(r)
+    return requests
+
+
+def planned(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def step(scheduler: Scheduler, token: int = 0) -> dict[str, int]:
+    """One synchronous step, every sampled token the same; the number of tokens planned for each request id."""
+    plan = planned(scheduler)
+    scheduler.update(plan, [token] * len(plan.sampled))
+    return {c.request_id: c.num_tokens for c in plan.chunks}
+
+
+def run(scheduler: Scheduler, *requests: Request) -> None:
+    """Adds requests and steps until all have ended."""
+    add(scheduler, *requests)
+    while scheduler.has_work:
+        step(scheduler)
+
+
 def past(before: int, token: int) -> int:
     """The digest of a token and all before it. Python hashes numbers alike in every process."""
     return hash((before, token))
@@ -259,7 +285,7 @@ def check_state(s: Scheduler) -> None:
     """References equal table entries, free and used blocks part the pool, keys and holders agree, nobody is lost."""
     assert len(s.running) + len(s.waiting) == len(s.alive)
     assert {*s.running, *s.waiting} == set(s.alive.values())
-    rows = [r.row for r in s.running]
+    rows = [r.row for r in s.running if r.row is not None]
     assert sorted([*rows, *s.free_rows]) == list(range(s.config.max_num_seqs))
     for r in s.waiting:
         assert r.row is None
@@ -282,6 +308,7 @@ def check_plan(s: Scheduler, plan: Plan, queue: list[Request], running: list[Req
     ids = [chunk.request_id for chunk in plan.chunks]
     assert len(set(ids)) == len(ids)
     assert len({chunk.row for chunk in plan.chunks}) == len(ids)
+    assert {w.row for w in plan.table_writes} <= {chunk.row for chunk in plan.chunks}
     assert all(chunk.num_tokens >= 1 for chunk in plan.chunks)
     assert sum(chunk.num_tokens for chunk in plan.chunks) <= c.max_num_batched_tokens
     assert len(s.running) <= c.max_num_seqs

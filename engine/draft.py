@@ -1,0 +1,60 @@
+"""A plan in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..models.sampling import VARIANTS
+from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from .request import Request
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making. `planned` may still be undone, `committed` not."""
+
+    budget: int
+    planned: dict[Request, int] = field(default_factory=dict)
+    committed: dict[Request, int] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    writes: dict[Request, list[TableWrite]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    reasons: list[tuple[str, Reason]] = field(default_factory=list)
+    preempted: bool = False
+    variant: int = 0
+    num_logprobs: int = -1
+
+    def computed_before(self, r: Request) -> int:
+        """Tokens of a request that earlier steps have computed."""
+        return r.computed - self.committed.get(r, 0)
+
+    def plan(self, step: int, events: Iterable[tuple[str, Reason]]) -> Plan:
+        """The value it has become, with what happened since the last one."""
+        return Plan(
+            step,
+            tuple(self.chunks),
+            tuple(self.admitted),
+            tuple(write for of_one in self.writes.values() for write in of_one),
+            tuple(self.transfers),
+            VARIANTS[self.variant],
+            self.num_logprobs,
+            (*events, *self.reasons),
+        )
+
+
+def admission(r: Request) -> Admission:
+    """What the device must know of a request that has just been given a row."""
+    assert r.row is not None
+    stops = tuple(sorted({*r.eos_ids, *r.params.stop_token_ids})) if r.params.min_tokens else ()
+    return Admission(
+        r.row,
+        tuple(r.tokens),
+        r.computed,
+        len(r.prompt),
+        r.key,
+        r.params.row(),
+        r.params.min_tokens if stops else 0,
+        stops,
+    )
