@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import BACKENDS
-from octavo.engine.backend import Backend, get_backend
-from octavo.models.interface import ArraySpec, AttentionSpec, Step
 from shapes import CASES, DECODE, MIXED, Ragged
 from tolerances import tolerance
+
+from octavo.engine.backend import Backend, get_backend
+from octavo.models.interface import ArraySpec, AttentionSpec, Step
 
 ROOMS = {"jax": "octavo.kernels_pallas.attention", "torch": "octavo.kernels_triton.attention"}
 ORDERS = ("n p k d", "n k p d")
