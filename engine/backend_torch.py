@@ -18,6 +18,8 @@ from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
 
 Tensor = torch.Tensor
+# tuples: a union would be made anew at each of the hundreds of calls a step
+ARRAYS, SEQUENCES = (Tensor, np.ndarray, Packed), (list, tuple)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,11 +43,11 @@ def consume(x: Tensor) -> Tensor:
 
 def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
     """f over the arrays in dicts, tuples, lists and dataclasses."""
-    if isinstance(tree, Tensor | np.ndarray | Packed):
+    if isinstance(tree, ARRAYS):
         return f(tree)
     if isinstance(tree, dict):
         return {k: map_arrays(f, v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, SEQUENCES):
         return type(tree)(map_arrays(f, v) for v in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree)(**{k: map_arrays(f, v) for k, v in vars(tree).items()})

@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 QUERIES = 128  # of a tile
 MEMORY = 3 << 18  # elements of keys copied at a time: they stay in the cache until they are read
 NEVER = float("-inf")
+AXES = {order: {letter: axis for axis, letter in enumerate(order.split())} for order in ("n p k d", "n k p d")}
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -31,7 +32,7 @@ class Tile:
 
     tokens: slice
     keys: slice
-    mask_QM: Tensor
+    mask_11QM: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Unit:
     blocks_WB: np.ndarray
     tokens_W: Tensor | None = None
     keys: slice = field(default_factory=lambda: slice(None))
-    mask_WM: Tensor | None = None
+    mask_W11M: Tensor | None = None
     unseen: tuple[np.ndarray, np.ndarray] | None = None  # (w, m) of gathered keys that no query sees
     tiles: tuple[Tile, ...] = ()
     ids: dict[tuple[str, int], Any] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Unit:
 class Plan:
     units: tuple[Unit, ...]
     num_real: int  # tokens; padding follows them
+    whole: bool  # one unit, whose queries are the step's tokens in order
 
 
 def plan(step: Any, spec: Any, block_size: int) -> Plan:
@@ -71,19 +73,24 @@ def plan(step: Any, spec: Any, block_size: int) -> Plan:
         blocks_1B = tables[s : s + 1, first[s] : last[s]]
         span = (int(starts[s]), int(starts[s + 1]), int(lengths[s] - counts[s]), int(first[s]) * block_size)
         units.append(Unit(blocks_1B, tiles=tuple(query_tiles(*span, spec.window))))
-    return Plan(tuple(units), int(starts[-1]))
+    num_tokens, tokens_W = step.seq_ids_T.shape[0], units[0].tokens_W if len(units) == 1 else None
+    whole = tokens_W is not None and torch.equal(tokens_W, torch.arange(num_tokens))
+    return Plan(tuple(units), int(starts[-1]), whole)
 
 
 def batches(rows: list[int], widths: np.ndarray) -> Iterator[list[int]]:
-    """Rows of growing width, cut where a batch gets too large or its narrowest row is padded to more than 1.5 times."""
+    """Rows of growing width, cut where a batch gets too large or its narrowest row is padded to more than 1.5 times.
+
+    The rows of a batch come in the order of the step.
+    """
     batch: list[int] = []
     for row in rows:
         if batch and (widths[row] * (len(batch) + 1) > MEMORY or widths[row] > 1.5 * widths[batch[0]]):
-            yield batch
+            yield sorted(batch)
             batch = []
         batch.append(row)
     if batch:
-        yield batch
+        yield sorted(batch)
 
 
 def decode_unit(
@@ -101,7 +108,7 @@ def decode_unit(
     hidden_WM = (keys_WM < seen[rows, None]) | (keys_WM >= lengths[rows, None])
     if not hidden_WM.any():
         return Unit(blocks_WB, tokens_W)
-    return Unit(blocks_WB, tokens_W, mask_WM=additive(hidden_WM), unseen=np.nonzero(hidden_WM))
+    return Unit(blocks_WB, tokens_W, mask_W11M=additive(hidden_WM)[:, None, None], unseen=np.nonzero(hidden_WM))
 
 
 def query_tiles(start: int, end: int, computed: int, base: int, window: int | None) -> Iterator[Tile]:
@@ -112,7 +119,7 @@ def query_tiles(start: int, end: int, computed: int, base: int, window: int | No
         low = max(int(pos_Q1[0, 0]) - (window or 1 << 30) + 1, 0)
         behind_QM = pos_Q1 - np.arange(low, int(pos_Q1[-1, 0]) + 1)
         hidden_QM = (behind_QM < 0) | (behind_QM >= (window or 1 << 30))
-        yield Tile(slice(t, stop), slice(low - base, int(pos_Q1[-1, 0]) + 1 - base), additive(hidden_QM))
+        yield Tile(slice(t, stop), slice(low - base, int(pos_Q1[-1, 0]) + 1 - base), additive(hidden_QM)[None, None])
 
 
 def additive(hidden: np.ndarray) -> Tensor:
@@ -124,32 +131,48 @@ def attend(
     q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, plan: Plan
 ) -> Tensor:
     """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too."""
+    if plan.whole:
+        return decode(q_TKGD, k, v, order, spec, sinks_KG, plan.units[0])
     out_TKGD = q_TKGD.new_empty((*q_TKGD.shape[:3], spec.v_dim))
     out_TKGD[plan.num_real :] = 0
     for unit in plan.units:
-        k_WKMD, v_WKMD = gather(k, order, unit), gather(v, order, unit)
-        if unit.tokens_W is not None:
+        if unit.tokens_W is None:
+            chunk(out_TKGD, q_TKGD, k, v, order, spec, sinks_KG, unit)
+        else:
             q_WKGD = q_TKGD.index_select(0, unit.tokens_W)
-            mask = None if unit.mask_WM is None else unit.mask_WM[:, None, None]
-            sinks = None if sinks_KG is None else sinks_KG[None]
-            k_WKMD, v_WKMD = k_WKMD[:, :, unit.keys], v_WKMD[:, :, unit.keys]
-            out_TKGD.index_copy_(0, unit.tokens_W, dense(q_WKGD, k_WKMD, v_WKMD, mask, sinks, spec))
-            continue
-        size = (-1, spec.group_size, -1, -1)
-        k_KGMD, v_KGMD = k_WKMD[0].unsqueeze(1).expand(size), v_WKMD[0].unsqueeze(1).expand(size)
-        for tile in unit.tiles:
-            q_KGQD, at = q_TKGD[tile.tokens].permute(1, 2, 0, 3), (slice(None), slice(None), tile.keys)
-            sinks = None if sinks_KG is None else sinks_KG[..., None]
-            out_KGQD = dense(q_KGQD, k_KGMD[at], v_KGMD[at], tile.mask_QM, sinks, spec)
-            out_TKGD[tile.tokens] = out_KGQD.permute(2, 0, 1, 3)
+            out_TKGD.index_copy_(0, unit.tokens_W, decode(q_WKGD, k, v, order, spec, sinks_KG, unit))
     return out_TKGD
+
+
+def decode(q_WKGD: Tensor, k: Tensor, v: Tensor, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit) -> Tensor:
+    """One query a sequence. The queries of a group are the rows of one product."""
+    k_WKMD, v_WKMD = gather(k, order, unit), gather(v, order, unit)
+    if len(q_WKGD) == 1:
+        k_WKMD, v_WKMD = k_WKMD[:, :, unit.keys], v_WKMD[:, :, unit.keys]
+    return dense(q_WKGD, k_WKMD, v_WKMD, unit.mask_W11M, None if sinks_KG is None else sinks_KG[None], spec)
+
+
+def chunk(
+    out_TKGD: Tensor, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit
+) -> None:
+    """Many queries of one sequence, written into out. Each tile reads the keys up to its own last query."""
+    size = (-1, spec.group_size, -1, -1)
+    k_KGMD = gather(k, order, unit)[0].unsqueeze(1).expand(size)
+    v_KGMD = gather(v, order, unit)[0].unsqueeze(1).expand(size)
+    sinks = None if sinks_KG is None else sinks_KG[..., None]
+    for tile in unit.tiles:
+        q_KGQD = q_TKGD[tile.tokens].permute(1, 2, 0, 3)
+        out_KGQD = dense(q_KGQD, k_KGMD[:, :, tile.keys], v_KGMD[:, :, tile.keys], tile.mask_11QM, sinks, spec)
+        out_TKGD[tile.tokens] = out_KGQD.permute(2, 0, 1, 3)
 
 
 def gather(x: Tensor, order: str, unit: Unit) -> Tensor:
     """The unit's blocks as [W, K, M, D], a view where one run of blocks makes it possible. Unseen keys become zero."""
-    num_seqs, heads = len(unit.blocks_WB), x.shape[order.split().index("k")]
+    if order not in AXES:
+        raise NotImplementedError(f"cpu attention over a cache of order {order!r}; it knows {', '.join(AXES)}")
+    num_seqs, heads = len(unit.blocks_WB), x.shape[AXES[order]["k"]]
     if (found := unit.ids.get((order, heads))) is None:
-        found = unit.ids[order, heads] = gather_ids(unit, order, heads, x.shape[order.split().index("p")])
+        found = unit.ids[order, heads] = gather_ids(unit, order, heads, x.shape[AXES[order]["p"]])
     ids, unseen = found
     if order == "n p k d":
         x_NPKD = x[ids] if isinstance(ids, slice) else x.index_select(0, ids)
@@ -167,8 +190,6 @@ def gather(x: Tensor, order: str, unit: Unit) -> Tensor:
 def gather_ids(unit: Unit, order: str, heads: int, block_size: int) -> tuple[Tensor | slice, Tensor | None]:
     """What to select from a pool of that order, and which of the selected rows no query sees."""
     (num_seqs, width), blocks = unit.blocks_WB.shape, unit.blocks_WB.astype(np.int64)
-    if order not in ("n p k d", "n k p d"):
-        raise NotImplementedError(f"cpu attention over a cache of order {order!r}")
     by_head = order == "n k p d"
     if by_head:
         blocks = blocks[:, None] * heads + np.arange(heads)[:, None]
@@ -186,8 +207,6 @@ def gather_ids(unit: Unit, order: str, heads: int, block_size: int) -> tuple[Ten
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, spec: Any) -> Tensor:
     """Attention of q [A, B, Q, D] over k and v [A, B, M, D]; mask adds to the scores, sinks to their sum."""
     if spec.softcap is None and spec.k_dim == spec.v_dim:
-        if mask is not None and mask.ndim == 2:
-            mask = mask[None, None]
         out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)
         # a sink is one more term of the denominator
         return out if sinks is None else (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)).to(out.dtype)

@@ -25,6 +25,7 @@ class TorchOps:
     def __init__(self, pure: bool = False, attention: str = "auto"):
         self.pure, self.wanted = pure, attention
         self.chosen: dict[Any, Implementation] = {}
+        self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
         self.plans: dict[tuple[int, Any], Any] = {}
         self.tables: list[tuple[Any, tuple[Tensor, Tensor]]] = []
@@ -94,18 +95,22 @@ class TorchOps:
         implementation, plan = self._implementation(q_TKGD, spec), None
         group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
         if group is not None:
-            plan = self.plans.get((group, spec))
+            plan = self.plans.get((group, spec.window))
         if plan is None:
             plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
         if group is not None:
-            self.plans[group, spec] = plan
+            self.plans[group, spec.window] = plan
         return implementation.function(q_TKGD, k, v, order, step, spec, sinks, plan)
 
     def _implementation(self, q: Tensor, spec: Any) -> Implementation:
-        key = (spec, q.dtype, q.device)
-        if key not in self.chosen:
-            self.chosen[key] = IMPLEMENTATIONS[choose(self.wanted, *key)]
-        return self.chosen[key]
+        # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own
+        key = (id(spec), q.dtype, q.device)
+        if key not in self.known:
+            equal = (spec, q.dtype, q.device)
+            if equal not in self.chosen:
+                self.chosen[equal] = IMPLEMENTATIONS[choose(self.wanted, *equal)]
+            self.known[key] = spec, self.chosen[equal]
+        return self.known[key][1]
 
     def arange(self, n: int, like: Tensor) -> Tensor:
         """0 .. n - 1 in the dtype and place of `like`."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import TINY, VOCAB, numpy_weights, spec_of
 
-from octavo.engine.backend_torch import TorchBackend, Void, physical_cores
+from octavo.engine.backend_torch import TorchBackend, Void, map_arrays, physical_cores
 from octavo.engine.batch import Shapes
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.runner import Runner
@@ -30,16 +30,8 @@ def _runner(backend: TorchBackend) -> Runner:
     model = spec_of(TINY)
     weights = map_tree(backend.place_weight, numpy_weights(TINY), model.weights)
     shapes = Shapes.chain(ROWS, 64, LENGTH, 8, VOCAB, exact=True)
-    return Runner(
-        backend,
-        model,
-        TokenMajor(8),
-        weights,
-        num_blocks=[60, 60],
-        max_num_seqs=ROWS,
-        max_model_len=LENGTH,
-        shapes=shapes,
-    )
+    size = {"num_blocks": [60, 60], "max_num_seqs": ROWS, "max_model_len": LENGTH, "shapes": shapes}
+    return Runner(backend, model, TokenMajor(8), weights, **size)
 
 
 def _plans(num_steps: int) -> list[Plan]:
@@ -127,14 +119,12 @@ def test_inputs_and_cache_lie_still_for_a_hundred_steps():
         def spy(*xs, ops):
             for name, x in zip(args, xs, strict=True):
                 arrays = []
-                backend_map(arrays.append, x)
+                map_arrays(arrays.append, x)
                 key = (fn, name, tuple(a.shape for a in arrays if isinstance(a, torch.Tensor)))
                 seen.setdefault(key, []).append([a.data_ptr() for a in arrays if isinstance(a, torch.Tensor)])
             return fn(*xs, ops=ops)
 
         return compile(spy, args, outs, consumes)
-
-    from octavo.engine.backend_torch import map_arrays as backend_map
 
     backend.compile = spying
     runner = _runner(backend)
