@@ -158,8 +158,11 @@ class Runner:
     def warm_up(self) -> int:
         """Runs every program of the chains once on padding: null block, scratch row. Returns how many it compiled.
 
-        Logprobs over the whole vocabulary are left out: they are compiled when first asked for.
+        Logprobs over the whole vocabulary are left out: they are compiled when first asked for. A backend that compiles
+        nothing has nothing to warm.
         """
+        if self.backend.eager:
+            return 0
         before, scratch, shapes = self.backend.num_compiles(), self.scratch, self.shapes
         for n in shapes.admitted:
             for known in shapes.known:
@@ -168,7 +171,7 @@ class Runner:
             self._move([Transfer(g, 0, 0) for g in range(len(self.tables)) for _ in range(n)])
         hidden = None
         for width in shapes.widths:
-            room = width * self.block_size
+            room = min(width * self.block_size, self.specs.rows["tokens"].shape[1])
             for n in shapes.seqs:
                 hidden = self._warm_forward([1] * n, room)
             for n in shapes.tokens:

@@ -40,6 +40,22 @@ def derive_all(weights: dict, cache: CacheState, inputs: StepInput, model: Model
     return [replace(step, ropes=ropes) for step in steps]
 
 
+def run_layers(
+    weights: dict, cache: CacheState, inputs: StepInput, *, ops: Any, model: ModelSpec, layout: CacheLayout
+) -> tuple[Array, CacheState]:
+    """Embeds a step's tokens and runs every layer. Returns the hidden rows of all tokens, and the cache."""
+    steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
+    ops = ops.for_step(steps)
+    x_TE = model.embed(weights, steps[0], ops)
+    home = {layer: (g, i) for g, group in enumerate(model.groups) for i, layer in enumerate(group.layers)}
+    groups = [list(group) for group in cache.groups]
+    for n, w in enumerate(weights["layers"]):
+        g, i = home[n]
+        x_TE, groups[g][i] = model.layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
+    computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
+    return x_TE, CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
+
+
 def forward(
     weights: dict,
     cache: CacheState,
@@ -55,18 +71,10 @@ def forward(
     The hidden rows are padded to [max_num_seqs, E], so that the head's shapes do not depend on the step's.
     """
     xp = ops.xp
-    steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
-    ops = ops.for_step(steps)
-    x_TE = model.embed(weights, steps[0], ops)
-    home = {layer: (g, i) for g, group in enumerate(model.groups) for i, layer in enumerate(group.layers)}
-    groups = [list(group) for group in cache.groups]
-    for n, w in enumerate(weights["layers"]):
-        g, i = home[n]
-        x_TE, groups[g][i] = model.layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
+    x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout)
     last_S = xp.clip(inputs.query_starts_S1[1:] - 1, 0, inputs.num_tokens - 1)
     last_R = last_S[xp.clip(ops.arange(max_num_seqs, like=last_S), 0, last_S.shape[0] - 1)]
-    computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
-    return x_TE[last_R], CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
+    return x_TE[last_R], cache
 
 
 def head(

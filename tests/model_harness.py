@@ -41,14 +41,8 @@ def all_logits(model: ModelSpec, weights: dict[str, Any], backend: Any, ids: lis
     """[T, V]: teacher-forced, the whole sequence in one step."""
 
     def program(w: dict, cache: CacheState, inputs: StepInput, *, ops: Any) -> tuple[Array, CacheState]:
-        steps = step.derive_all(w, cache, inputs, model, layout.block_size, ops)
-        ops = ops.for_step(steps)
-        x_TE, groups = model.embed(w, steps[0], ops), [list(group) for group in cache.groups]
-        for n, layer in enumerate(w["layers"]):
-            g = next(g for g, group in enumerate(model.groups) if n in group.layers)
-            i = model.groups[g].layers.index(n)
-            x_TE, groups[g][i] = model.layer(layer, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
-        return model.unembed(w, x_TE, ops), CacheState(tuple(map(tuple, groups)), cache.rows)
+        x_TE, cache = step.run_layers(w, cache, inputs, ops=ops, model=model, layout=layout)
+        return model.unembed(w, x_TE, ops), cache
 
     layout = TokenMajor()
     run = backend.compile(program, ("weights", "cache", "inputs"), ("logits", "cache"), consumes="cache")
