@@ -23,7 +23,7 @@ SIZES = {
 }
 
 
-def make(name: str, seed: int = 0, **config: Any) -> torch.nn.Module:
+def make(name: str, seed: int = 0, **config: Any) -> Any:
     """A float32 `{name}ForCausalLM`. Norm scales and biases are random too: a forgotten one shall show."""
     torch.manual_seed(seed)
     made = getattr(transformers, f"{name}Config")(**SIZES | config)
@@ -37,13 +37,13 @@ def make(name: str, seed: int = 0, **config: Any) -> torch.nn.Module:
     return model
 
 
-def save(model: torch.nn.Module, folder: Path) -> dict[str, Any]:
+def save(model: Any, folder: Path) -> dict[str, Any]:
     """Writes config.json and safetensors; returns the config as a loader would read it."""
     model.save_pretrained(folder)
     return transformers.PretrainedConfig.get_config_dict(folder)[0]
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+def logits(model: Any, ids: list[int]) -> np.ndarray:
     """[T, V]: teacher-forced."""
     return model(torch.tensor([ids])).logits[0].numpy()
