@@ -19,6 +19,7 @@ class Backend(Protocol):
 
     name: str
     ops: Any
+    dtype: str  # of weights and caches whose spec names none
     eager: bool  # programs are not compiled: a shape costs nothing, so padding can be exact
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from einops import EinopsError, rearrange
 
-from ...models.interface import Part
+from ...models.interface import Fuse, Part
+from .pages import empty
 from .source import TensorSource
 from .tree import Leaf
 
@@ -21,9 +22,11 @@ def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int]) -> np.nd
 
     `sizes` tells letters of the patterns. Raises ValueError naming the tensor if it does not fit.
     """
-    shape, axis = leaf.spec.shape, leaf.source.axis
-    out, at = np.empty(shape, leaf.dtype), 0
-    for part in leaf.source.parts:
+    fuse = leaf.source
+    assert isinstance(fuse, Fuse), f"{leaf.path} is a value, not made of tensors"
+    shape, axis = leaf.spec.shape, fuse.axis
+    out, at = empty(shape, leaf.dtype), 0
+    for part in fuse.parts:
         x = fit(source.get(part.name), part, sizes)
         place = out[(slice(None),) * axis + (slice(at, at + x.shape[axis]),)]
         if place.shape != x.shape:

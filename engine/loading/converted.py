@@ -106,7 +106,7 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
 
 def checksum(x: np.ndarray) -> str:
     """The CRC-32 of the array's bytes, in 8 hex digits."""
-    return f"{zlib.crc32(x.reshape(-1).view(np.uint8)):08x}"
+    return f"{zlib.crc32(x.reshape(-1).view(np.uint8).data):08x}"
 
 
 class _Appender:

@@ -72,7 +72,7 @@ class _Cursor:
     """A position in the header that refuses to leave the file."""
 
     def __init__(self, path: Path, data: np.ndarray):
-        self.path, self.bytes, self.at = path, memoryview(data), 0
+        self.path, self.bytes, self.at = path, data.data, 0
 
     def take(self, count: int) -> memoryview:
         end = self.at + count

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .pages import empty
+
 TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -50,7 +52,7 @@ def dequantise(raw: np.ndarray, type_id: int, shape: tuple[int, ...]) -> np.ndar
     """A fresh float32 array of `shape` from the bytes of its blocks (uint8, any shape, C order)."""
     quant = QUANTS[type_id]
     blocks = raw.reshape(-1, quant.nbytes)
-    out = np.empty((len(blocks), quant.numbers), np.float32)
+    out = empty((len(blocks), quant.numbers), np.float32)
     step = CHUNK_NUMBERS // quant.numbers
     for at in range(0, len(blocks), step):
         out[at : at + step] = quant.dequantise(blocks[at : at + step])

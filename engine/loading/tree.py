@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from ...models.interface import ArraySpec, Fuse, ModelSpec
-from ..backend import Backend
 
 # numpy knows "bfloat16" by name only after ml_dtypes is imported; so say what it is
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Placer(Protocol):
+    """What loading asks of a backend."""
+
+    @property
+    def dtype(self) -> str:
+        """Of weights whose spec names none."""
+        ...
+
+    def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """x placed and packed; shares no memory with x."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ def leaves_of(model: ModelSpec, dtype: str) -> list[Leaf]:
     return found
 
 
-def place_tree(read: Callable[[Leaf], np.ndarray], model: ModelSpec, backend: Backend) -> dict[str, Any]:
+def place_tree(read: Callable[[Leaf], np.ndarray], model: ModelSpec, backend: Placer) -> dict[str, Any]:
     """The weights placed one by one, each dropped on the host before the next is read."""
 
     def place(leaf: Leaf) -> Any:

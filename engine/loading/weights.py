@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from ...models.interface import ModelSpec
-from ..backend import Backend
 from .arrange import arrange
 from .converted import CorruptError, converted_path, keeping, open_converted
 from .source import TensorSource
-from .tree import Leaf, leaves_of, place_tree
+from .tree import Leaf, Placer, leaves_of, place_tree
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 NUM_DUMMY = 65_537  # different numbers in a dummy leaf; a prime, so that the rows of a matrix differ
 
 
-def load_weights(model: ModelSpec, source: TensorSource, backend: Backend) -> dict[str, Any]:
+def load_weights(model: ModelSpec, source: TensorSource, backend: Placer) -> dict[str, Any]:
     """The weights tree of a model, read from `source` and placed.
 
     Raises ValueError listing tensors that are missing, that nothing asks for, or whose shape does not fit.
@@ -64,28 +63,34 @@ def check_names(model: ModelSpec, source: TensorSource) -> None:
         log.info("tensors that the model %r does not need: %s", model.name, ", ".join(sorted(found - wanted)))
 
 
-def dummy_weights(model: ModelSpec, backend: Backend, seed: int = 0) -> dict[str, Any]:
+def dummy_weights(model: ModelSpec, backend: Placer, seed: int = 0) -> dict[str, Any]:
     """Weights without any file: the same for the same seed, each leaf independent of the others and of their order.
 
     Made for speed, not for quality: normal numbers of deviation 0.02, of which a leaf repeats 65,537.
     """
-    return _seeded(model, backend, seed, lambda rng, shape: np.resize(_normal(rng, 0.02, NUM_DUMMY), shape))
+
+    def repeated(rng: np.random.Generator, leaf: Leaf) -> np.ndarray:
+        return np.resize(_normal(rng, 0.02, NUM_DUMMY, leaf.dtype), leaf.spec.shape)
+
+    return _seeded(model, backend, seed, repeated)
 
 
-def random_weights(model: ModelSpec, backend: Backend, seed: int = 0, scale: float = 0.2) -> dict[str, Any]:
+def random_weights(model: ModelSpec, backend: Placer, seed: int = 0, scale: float = 0.2) -> dict[str, Any]:
     """Weights for tests: normal numbers of deviation `scale`, all different, from one generator a leaf."""
-    return _seeded(model, backend, seed, lambda rng, shape: _normal(rng, scale, shape))
+    return _seeded(model, backend, seed, lambda rng, leaf: _normal(rng, scale, leaf.spec.shape, leaf.dtype))
 
 
-def _normal(rng: np.random.Generator, scale: float, shape: int | tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32) * np.float32(scale)
+def _normal(rng: np.random.Generator, scale: float, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    x = rng.standard_normal(shape, np.float32)
+    x *= np.float32(scale)
+    return x.astype(dtype, copy=False)
 
 
-def _seeded(model: ModelSpec, backend: Backend, seed: int, normal: Callable[..., np.ndarray]) -> dict[str, Any]:
+def _seeded(model: ModelSpec, backend: Placer, seed: int, normal: Callable[..., np.ndarray]) -> dict[str, Any]:
     def make(leaf: Leaf) -> np.ndarray:
         if leaf.spec.init != "normal":
             return getattr(np, leaf.spec.init)(leaf.spec.shape, leaf.dtype)
         rng = np.random.default_rng((seed, zlib.crc32(leaf.path.encode())))
-        return normal(rng, leaf.spec.shape).astype(leaf.dtype, copy=False)
+        return normal(rng, leaf)
 
     return place_tree(make, model, backend)

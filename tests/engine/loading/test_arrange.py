@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ class Tensors(dict):
         return self[name]
 
 
-def _leaf(shape: tuple[int, ...], axis: int, *parts: tuple[str, str], dtype=np.float32) -> Leaf:
+def _leaf(shape: tuple[int, ...], axis: int, *parts: tuple[str, str], dtype: Any = np.float32) -> Leaf:
     fuse = Fuse(tuple(Part(*part) for part in parts), axis)
     return Leaf("layers.0.w", ArraySpec(shape, (None,) * len(shape)), fuse, np.dtype(dtype))
 

@@ -57,12 +57,15 @@ def _load(backend: str, dtype: str, path: Path, load_format: str, cache: Path) -
     command = [sys.executable, "-c", CHILD, backend, dtype, str(path), load_format]
     environment = os.environ | {"OCTAVO_CACHE": str(cache)}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin
+        assert child.stdout
         assert child.stdout.readline() == "ready\n"
         before = peak = _rss_anon(child.pid)
         child.stdin.write("go\n")
         child.stdin.flush()
         os.set_blocking(child.stdout.fileno(), False)
         while not (line := child.stdout.readline()):
+            assert child.poll() is None, "the child failed"
             peak = max(peak, _rss_anon(child.pid))
             time.sleep(0.0005)
     return json.loads(line)["placed"], peak - before
