@@ -112,7 +112,7 @@ class JaxBackend:
         return _zeros(spec.shape, spec.dtype or self.dtype, self.sharding(spec))
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
-        """fn(*args, ops=...) as a compiled program that takes `consumes` for good: its old value raises when touched."""
+        """fn(*args, ops=...) as a compiled program that takes `consumes` for good: touching its old value raises."""
         fn = functools.partial(fn, ops=self.ops)
         options: dict[str, Any] = {"donate_argnums": args.index(consumes)}
         if self.mesh is None:
@@ -158,6 +158,10 @@ class JaxBackend:
     def num_compiles(self) -> int:
         """Programs compiled by this process so far, those loaded from the cache on disk included."""
         return self._counter.compiles
+
+    def num_cache_hits(self) -> int:
+        """How many of these the cache on disk already held."""
+        return self._counter.cache_hits
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

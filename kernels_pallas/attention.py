@@ -15,8 +15,10 @@ logger = logging.getLogger("octavo")
 
 
 class Implementation(NamedTuple):
-    """attend(q, k, v, order, step, spec, sinks, plan); supports(spec, dtype, platform, mode) -> None or why not;
-    plan(step): what all layers of a step share."""  # fmt: skip
+    """plan(step) is made once a step and cache group; attend(q, k, v, order, step, spec, sinks, plan) once a layer.
+
+    supports(spec, dtype, platform, mode) is None, or the reason why not.
+    """
 
     attend: Callable[..., jax.Array]
     supports: Callable[..., str | None]
@@ -36,7 +38,7 @@ PREFERENCE = ("cpu", "reference")  # of "auto", best first
 
 
 class AttentionOp:
-    """The implementation that was asked for. `for_step` returns a copy whose plans are shared by the layers of a step."""
+    """The implementation that was asked for. `for_step` returns a copy in which the layers of a step share plans."""
 
     def __init__(self, name: str, mode: str) -> None:
         if name != "auto" and name not in IMPLEMENTATIONS:

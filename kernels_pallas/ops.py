@@ -153,7 +153,7 @@ class JaxOps:
         return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     def bisect(self, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The greatest int32 of each row that holds: true at the least one, and once false then false for all greater."""
+        """The greatest int32 of each row that holds, for a condition that holds up to some value and not beyond."""
 
         def body(i: jax.Array, low: jax.Array) -> jax.Array:
             tried = low + jax.lax.shift_left(jnp.int32(1), 31 - i)

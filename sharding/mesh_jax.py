@@ -1,7 +1,11 @@
-"""Meshes of JAX devices, and logical axes as shardings on them. Imported only where something is sharded: flax is slow."""
+"""Meshes of JAX devices, and logical axes as shardings on them.
+
+Imported only where something is sharded: flax takes a second or two.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -12,13 +16,11 @@ from .rules import ShardingRules
 
 
 def ensure_devices(count: int) -> None:
-    """Sees to `count` devices: on a CPU, virtual ones, if JAX has not started yet. Raises ValueError if there are fewer."""
+    """Sees to `count` devices: on a CPU virtual ones, if JAX has not started. Raises ValueError if there are fewer."""
     if jax.config.jax_num_cpu_devices < count:
-        try:
+        # refused once JAX has started: what it has must do then
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:
-            # JAX has started: what it has must do
-            pass
     if (there := jax.device_count()) < count:
         raise ValueError(
             f"{count} devices are needed and JAX started with {there}: before JAX is first used, set "
