@@ -1,0 +1,56 @@
+"""Logical axes to mesh axes: names, divisibility, and one mesh axis once an array."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.models.interface import ArraySpec
+from octavo.sharding.rules import PRESETS, ShardingRules, check_divides, tensor_parallel
+
+SPECS = {
+    "layers": [
+        {"qkv": ArraySpec((24, 8, 4, 8), (None, "kv_heads", None, None)), "down": ArraySpec((48, 24), ("mlp", None))}
+    ],
+    "embed": ArraySpec((104, 24), ("vocab", None)),
+}
+
+
+def test_tensor_parallel_shares_heads_mlp_and_vocabulary():
+    assert dict(tensor_parallel()) == {"kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+    assert PRESETS["tp"] is tensor_parallel
+
+
+def test_axes_without_a_rule_are_replicated():
+    assert tensor_parallel().mesh_axes(("kv_heads", None, "blocks")) == (("tp",), (), ())
+
+
+def test_several_mesh_axes_may_share_one_axis():
+    rules = ShardingRules({"vocab": ("dp", "tp"), "mlp": None})
+    assert rules.mesh_axes(("vocab", "mlp")) == (("dp", "tp"), ())
+
+
+def test_a_mesh_axis_shares_an_array_once():
+    with pytest.raises(ValueError, match="'tp' would share kv_heads and mlp"):
+        tensor_parallel().mesh_axes(("kv_heads", "mlp"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_what_divides_passes(size):
+    check_divides(SPECS, tensor_parallel(), {"tp": size})
+
+
+@pytest.mark.parametrize(("size", "axis"), [(3, "num_kv_heads 8"), (16, "num_kv_heads 8")])
+def test_what_does_not_divide_is_named_with_what_would(size, axis):
+    with pytest.raises(ValueError, match=f"{axis} is not divisible by tensor_parallel_size {size}: 1, 2, 4, 8 would"):
+        check_divides(SPECS, tensor_parallel(), {"tp": size})
+
+
+def test_smollm2_splits_in_three():
+    specs = [
+        ArraySpec((576, 3, 5, 64), (None, "kv_heads", None, None)),
+        ArraySpec((1536, 576), ("mlp", None)),
+        ArraySpec((49152, 576), ("vocab", None)),
+    ]
+    check_divides(specs, tensor_parallel(), {"tp": 3})
+    with pytest.raises(ValueError, match="num_kv_heads 3 is not divisible by tensor_parallel_size 2: 1, 3 would"):
+        check_divides(specs, tensor_parallel(), {"tp": 2})
