@@ -21,8 +21,7 @@ help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(RUN) fetch  ## generates text with the embedded model
-	$(VENV)/bin/octavo generate --model smollm2 --chat --temperature 0 --max-tokens 60 \
-		--prompt "Why is the sky blue? Answer in two sentences."
+	$(VENV)/bin/octavo generate --model smollm2 --chat --temperature 0 --max-tokens 100 --prompt "What is gravity?"
 
 test: $(DEV) fetch  ## runs every test but the slow ones
 	$(PY) -m pytest -q -m "not slow and not gpu and not tpu" $(ARGS)
