@@ -46,7 +46,7 @@ class Unit:
     tokens_W: Tensor | None = None
     keys: slice = field(default_factory=lambda: slice(None))
     mask_W11M: Tensor | None = None
-    unseen: tuple[np.ndarray, np.ndarray] | None = None  # (w, m) of gathered keys that no query sees
+    unseen: tuple[np.ndarray, ...] | None = None  # (w, m) of gathered keys that no query sees
     tiles: tuple[Tile, ...] = ()
     ids: dict[tuple[str, int], Any] = field(default_factory=dict)
 
@@ -174,9 +174,10 @@ def gather(x: Tensor, order: str, unit: Unit) -> Tensor:
     if (found := unit.ids.get((order, heads))) is None:
         found = unit.ids[order, heads] = gather_ids(unit, order, heads, x.shape[AXES[order]["p"]])
     ids, unseen = found
+    if isinstance(ids, slice):
+        return x[ids].view(1, -1, heads, x.shape[-1]).transpose(1, 2)
     if order == "n p k d":
-        x_NPKD = x[ids] if isinstance(ids, slice) else x.index_select(0, ids)
-        x_MKD = x_NPKD.view(-1, heads, x.shape[-1])
+        x_MKD = x.index_select(0, ids).view(-1, heads, x.shape[-1])
         if unseen is not None:
             x_MKD.index_fill_(0, unseen, 0)
         return x_MKD.view(num_seqs, -1, heads, x.shape[-1]).transpose(1, 2)

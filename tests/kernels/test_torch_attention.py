@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +48,9 @@ def _make_arrays(step: Step, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
     return q, k, v
 
 
-def _run(name: str, step: Step, arrays: tuple, spec: AttentionSpec = SPEC) -> torch.Tensor:
-    return TorchOps(attention=name).for_step([step]).attention(*arrays, "n p k d", step, spec)
+def _run(name: str, step: Step, arrays: Sequence[torch.Tensor], spec: AttentionSpec = SPEC) -> torch.Tensor:
+    q, k, v = arrays
+    return TorchOps(attention=name).for_step([step]).attention(q, k, v, "n p k d", step, spec)
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["one run of blocks", "scattered"])
