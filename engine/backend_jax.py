@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..kernels_pallas.ops import JaxOps
 from ..models.interface import ArraySpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
+from ..sharding.rules import ShardingRules
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {StepInput: ("num_tokens", "decode"), Sampling: ("variant", "num_logprobs", "digest"), Step: ("decode",)}
@@ -32,7 +33,7 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, duration: float, **kwargs: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         self.compiles += event == "/jax/core/compile/backend_compile_duration"
 
     def _on_event(self, event: str, **kwargs: Any) -> None:
@@ -64,7 +65,7 @@ class JaxBackend:
         *,
         attention: str = "auto",
         mode: str = "local",
-        rules: Mapping | None = None,
+        rules: ShardingRules | None = None,
         mesh: Any = None,
         cache_dir: str | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class JaxBackend:
                 f"dtype {dtype!r} on a CPU: XLA scatters such a cache through a float32 copy of the whole of it, and "
                 "multiplies more slowly than in float32; use dtype='float32', or backend='torch'"
             )
-        self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or {}, mesh
+        self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
         self.ops = JaxOps(mode, self.rules, mesh, attention)
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
@@ -119,7 +120,8 @@ class JaxBackend:
             return jax.jit(fn, **options)
         everywhere = jax.NamedSharding(self.mesh, jax.P())
         ins, out = (tuple(self._shardings.get(name, everywhere) for name in names) for names in (args, outs))
-        out = out if len(out) > 1 else out[0]
+        if len(outs) == 1:
+            (out,) = out
         if self.mode == "auto":
             return jax.jit(fn, in_shardings=ins, out_shardings=out, **options)
         ins, out = jax.tree.map(lambda s: s.spec, (ins, out))

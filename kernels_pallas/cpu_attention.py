@@ -36,14 +36,20 @@ class Tiles(NamedTuple):
     count: jax.Array
 
 
+class Several(NamedTuple):
+    """Tiles of the sequences with more than one token, and where in their outputs each token's is."""
+
+    tiles: Tiles
+    at_T: jax.Array
+    is_single_T: jax.Array  # the token is that of a sequence with one token, and not here
+
+
 class Plan(NamedTuple):
-    """What the layers of a step share: tiles, and where in their outputs each token's is."""
+    """What the layers of a step share."""
 
     single: Tiles
-    single_T: jax.Array
-    several: Tiles | None  # None in a decode step
-    several_T: jax.Array | None  # tile times queries plus place
-    is_single_T: jax.Array | None
+    single_at_T: jax.Array
+    several: Several | None  # None in a decode step
 
 
 class Inputs(NamedTuple):
@@ -79,10 +85,11 @@ def plan(step: Any) -> Plan:
     rank_S = jnp.zeros_like(seq_W).at[seq_W].set(jnp.arange(seq_W.shape[0], dtype=jnp.int32))
     single = Tiles(seq_W, starts_S[seq_W], ends_S[seq_W], jnp.sum(single_S, dtype=jnp.int32))
     if step.decode:
-        return Plan(single, rank_S[seq_T], None, None, None)
-    several, first_S = _tiles_of_several(starts_S, ends_S, seq_T.shape[0])
+        return Plan(single, rank_S[seq_T], None)
+    tiles, first_S = _tiles_of_several(starts_S, ends_S, seq_T.shape[0])
     within_T = jnp.arange(seq_T.shape[0], dtype=jnp.int32) - starts_S[seq_T]
-    return Plan(single, rank_S[seq_T], several, first_S[seq_T] * QUERIES + within_T, single_S[seq_T])
+    several = Several(tiles, first_S[seq_T] * QUERIES + within_T, single_S[seq_T])
+    return Plan(single, rank_S[seq_T], several)
 
 
 def _tiles_of_several(starts_S: jax.Array, ends_S: jax.Array, num_tokens: int) -> tuple[Tiles, jax.Array]:
@@ -122,11 +129,11 @@ def _attend(
     spec: Any,
 ) -> jax.Array:
     inputs = Inputs(q_TKGD, k, v, block_tables_SB, positions_T, sinks_KG, order, spec)
-    single_TKGD = _run(inputs, plan.single, 1)[plan.single_T]
+    single_TKGD = _run(inputs, plan.single, 1)[plan.single_at_T]
     if plan.several is None:
         return single_TKGD
-    several_TKGD = _run(inputs, plan.several, QUERIES)[plan.several_T]
-    return jnp.where(plan.is_single_T[:, None, None, None], single_TKGD, several_TKGD)
+    several_TKGD = _run(inputs, plan.several.tiles, QUERIES)[plan.several.at_T]
+    return jnp.where(plan.several.is_single_T[:, None, None, None], single_TKGD, several_TKGD)
 
 
 def _run(x: Inputs, tiles: Tiles, queries: int) -> jax.Array:

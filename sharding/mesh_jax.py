@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 
 import jax
-from flax.linen import logical_to_mesh_axes
+from flax.linen.spmd import logical_to_mesh_axes
 
 from .rules import ShardingRules
 
 
 def ensure_devices(count: int) -> None:
     """Sees to `count` devices: on a CPU virtual ones, if JAX has not started. Raises ValueError if there are fewer."""
-    if jax.config.jax_num_cpu_devices < count:
+    if jax.config.jax_num_cpu_devices < count:  # pyright: ignore[reportAttributeAccessIssue]
         # refused once JAX has started: what it has must do then
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
@@ -40,7 +40,10 @@ def partition_spec(axes: tuple[str | None, ...], rules: ShardingRules) -> jax.P:
     """The mesh axes of an array with these logical axes."""
     # flax would quietly leave the second use of a mesh axis out
     rules.mesh_axes(axes)
-    return logical_to_mesh_axes(axes, list(rules.items()))
+    spec = logical_to_mesh_axes(axes, list(rules.items()))
+    # None only for axes that are None themselves
+    assert spec is not None
+    return spec
 
 
 def named_sharding(axes: tuple[str | None, ...], rules: ShardingRules, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
