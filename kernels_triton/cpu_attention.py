@@ -208,6 +208,8 @@ def gather_ids(unit: Unit, order: str, heads: int, block_size: int) -> tuple[Ten
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, spec: Any) -> Tensor:
     """Attention of q [A, B, Q, D] over k and v [A, B, M, D]; mask adds to the scores, sinks to their sum."""
     if spec.softcap is None and spec.k_dim == spec.v_dim:
+        # the cache may be of another dtype
+        k, v = k.to(q.dtype), v.to(q.dtype)
         out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)
         # a sink is one more term of the denominator
         return out if sinks is None else (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)).to(out.dtype)

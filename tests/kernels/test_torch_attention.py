@@ -123,6 +123,15 @@ def test_small_dtypes_round_only_what_goes_in_and_out(dtype, softcap):
         torch.testing.assert_close(out.float(), want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
+def test_a_cache_of_another_dtype_is_widened():
+    step = _make_step([40, 3, 90], [1, 20, 1])
+    q, k, v = _make_arrays(step)
+    k, v = k.bfloat16(), v.bfloat16()
+    want = _run("reference", step, (q, k.float(), v.float()))
+    for name in ("reference", "cpu"):
+        torch.testing.assert_close(_run(name, step, (q, k, v)), want, rtol=0, atol=2e-6)
+
+
 def test_a_step_is_planned_once_for_all_layers(monkeypatch):
     made = []
     implementation = attention.IMPLEMENTATIONS["cpu"]
