@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..models.interface import CacheLayout, ModelSpec
-from ..models.layouts.paged import HeadMajor, TokenMajor
+from ..models.layouts import LAYOUTS
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
 
+DEFAULT_BLOCK_SIZE = 16  # tokens
 DTYPES = {"auto": "float32", "half": "float16", "float": "float32"}
-LAYOUTS = {"token_major": TokenMajor, "head_major": HeadMajor}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
     if isinstance(layout, str):
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}, or pass a CacheLayout")
-        layout = LAYOUTS[layout](block_size or TokenMajor.block_size)
+        layout = LAYOUTS[layout](block_size or DEFAULT_BLOCK_SIZE)
     if not all(hasattr(layout, name) for name in ("block_size", "spec", "attention")):
         raise ValueError(f"layout {layout!r} is not a CacheLayout: it needs block_size, spec and attention")
     if block_size is not None and block_size != layout.block_size:

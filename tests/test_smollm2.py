@@ -12,7 +12,7 @@ import pytest
 from backends import BACKENDS
 from embedded import embedded_model
 from model_harness import cache_with, step_input
-from tolerances import TIE
+from tolerances import tolerance
 
 from octavo.engine import LLM, SamplingParams
 from octavo.models import step
@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
         got, want, done = list(output.outputs[0].token_ids), entry["tokens"], 0
         while got != want[done:]:
             at = done + _first_difference(got, want[done:])
-            assert at < len(want) and entry["gap"][at] < TIE, (entry["prompt"], at, entry["gap"][at : at + 1])
+            assert at < len(want) and entry["gap"][at] < tolerance("float32", "tie"), (entry["prompt"], at, entry["gap"][at : at + 1])
             assert got[at - done] == entry["second"][at]
             ties, done = ties + 1, at + 1
             got = _generate(llm, entry["ids"] + want[:done], len(want) - done)
@@ -87,7 +87,7 @@ def test_rows_of_the_matrix(backend: str, name: str) -> None:
     for i, output in zip(short, outputs, strict=True):
         got, entry = list(output.outputs[0].token_ids), ENTRIES[i]
         at = _first_difference(got, entry["tokens"])
-        assert got == entry["tokens"] or entry["gap"][at] < TIE, entry["prompt"]
+        assert got == entry["tokens"] or entry["gap"][at] < tolerance("float32", "tie"), entry["prompt"]
     if "tight" in name:
         assert llm.scheduler.num_preemptions > 10
 
@@ -126,7 +126,7 @@ def test_logits_are_those_of_transformers(llm: LLM, hf_logits: list[tuple[np.nda
     worst: dict[str, tuple[float, float]] = {}
     for e, (want, own_error) in zip(ENTRIES, hf_logits, strict=True):
         error = float(np.abs(forced_logits(llm, e["ids"] + e["tokens"]) - want).max())
-        bound = 3e-4 if e["kind"] in ("natural", "chat", "long") else 3 * own_error
+        bound = tolerance("float32", "checkpoint") if e["kind"] in ("natural", "chat", "long") else 3 * own_error
         worst[e["kind"]] = max(worst.get(e["kind"], (0.0, 0.0)), (error, own_error))
         assert error < bound, (e["prompt"], error, own_error)
     print(f"{llm.backend.name}: kind -> (largest logit error, transformers' own) {worst}")

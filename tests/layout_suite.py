@@ -1,0 +1,179 @@
+"""What any exact cache layout must pass: give it to these checks, on each backend."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from oracle import greedy
+from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
+from tolerances import tolerance
+
+from octavo.engine.backend import Backend
+from octavo.models import step as programs
+from octavo.models.interface import AttentionSpec, CacheLayout, Rope, Step, map_tree
+
+SPEC = AttentionSpec(num_kv_heads=2, group_size=3, k_dim=16, v_dim=16, scale=0.25, window=None)
+CHUNKS = ((9, 1, 4), (1, 1, 1), (0, 20, 3))  # tokens of each of three sequences, step by step
+
+
+def check_all(layout: CacheLayout, backend: Backend) -> None:
+    """Every check of this file."""
+    check_size(layout)
+    for window in (None, 7):
+        check_attention_is_dense(layout, backend, window)
+    check_moved_blocks_read_the_same(layout, backend)
+    check_tokens(layout, backend.name)
+
+
+def check_size(layout: CacheLayout) -> None:
+    """A layout is a file of under 50 lines, frozen, and says how large its arrays are."""
+    assert len(Path(inspect.getfile(type(layout))).read_text().splitlines()) < 60
+    assert len(inspect.getsource(type(layout)).splitlines()) < 50
+    assert hash(layout) == hash(replace(layout))
+    small, large = (layout.spec(SPEC, n) for n in (2, 5))
+    assert {s.shape for s in small.values()} != {s.shape for s in large.values()}
+
+
+def check_attention_is_dense(layout: CacheLayout, backend: Backend, window: int | None) -> None:
+    """Keys and values written over several ragged steps, blocks in random order, unwritten slots nan."""
+    rng, spec = np.random.default_rng(5), replace(SPEC, window=window)
+    lengths = np.sum(CHUNKS, axis=0)
+    q, k, v = (
+        [rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths]
+        for shape in ((2, 3, 16), (2, 16), (2, 16))
+    )
+    cache, tables = _poisoned(layout, backend, lengths, rng)
+    untouched = _unused_blocks(layout, tables)
+    before = backend.read_tree(cache)
+    done = np.zeros(3, int)
+    for counts in CHUNKS:
+        outs, cache = _run(layout, backend, cache, tables, done, counts, (q, k, v), spec)
+        token = 0
+        for i, count in enumerate(counts):
+            want = _dense(q[i], k[i], v[i], done[i], done[i] + count, spec)
+            assert np.abs(outs[token : token + count] - want).max(initial=0) < tolerance("float32", "attention")
+            token += count
+        done += counts
+    after = backend.read_tree(cache)
+    for name, axis in _block_axes(layout).items():
+        a, b = (np.take(x[name], untouched, axis) for x in (before, after))
+        assert np.array_equal(a, b, equal_nan=True), f"{name}: blocks of nobody were written"
+
+
+def check_moved_blocks_read_the_same(layout: CacheLayout, backend: Backend) -> None:
+    """All of a sequence's blocks copied elsewhere: attention over the copies is bit-equal."""
+    rng = np.random.default_rng(6)
+    lengths = np.array([9, 1, 4]) + 1
+    parts = tuple(
+        [rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths] for shape in ((2, 3, 16), (2, 16), (2, 16))
+    )
+    outs = []
+    for moved in (False, True):
+        cache, tables = _poisoned(layout, backend, lengths, np.random.default_rng(1))
+        _, cache = _run(layout, backend, cache, tables, np.zeros(3, int), (9, 1, 4), parts, SPEC)
+        if moved:
+            free = _unused_blocks(layout, tables)
+            source = tables[tables > 0].astype(np.int32)
+            target = free[free > 0][: len(source)].astype(np.int32)
+            move = backend.compile(
+                programs.move_blocks, ("groups", "source", "target"), ("groups",), consumes="groups"
+            )
+            ((cache,),) = move(((cache,),), (source,), (target,))
+            new = dict(zip(source.tolist(), target.tolist(), strict=True)) | {0: 0}
+            tables = np.vectorize(new.get)(tables).astype(np.int32)
+        outs.append(_run(layout, backend, cache, tables, np.array([9, 1, 4]), (1, 1, 1), parts, SPEC)[0])
+    assert np.array_equal(*outs)
+
+
+def check_tokens(layout: CacheLayout, backend: str) -> None:
+    """The dense oracle's tokens, with room and with preemptions."""
+    want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:6]]
+    for blocks in (120, 1 + -(-104 // layout.block_size)):
+        llm = engine(
+            backend=backend, layout=layout, block_size=None, num_gpu_blocks_override=blocks, max_model_len=104
+        )
+        assert tokens(llm, PROMPTS[:6]) == want
+        assert (llm.scheduler.num_preemptions > 0) == (blocks != 120)
+
+
+def _block_axes(layout: CacheLayout) -> dict[str, int]:
+    """The axis of each array that counts blocks: the one that grows with them."""
+    small, large = layout.spec(SPEC, 2), layout.spec(SPEC, 3)
+    return {name: [a == b for a, b in zip(small[name].shape, large[name].shape, strict=True)].index(False) for name in small}
+
+
+def _unused_blocks(layout: CacheLayout, tables: np.ndarray) -> np.ndarray:
+    return np.setdiff1d(np.arange(1, _num_blocks(tables)), tables)
+
+
+def _num_blocks(tables: np.ndarray) -> int:
+    return 2 * tables.size + 4
+
+
+def _poisoned(layout: CacheLayout, backend: Backend, lengths: Any, rng: Any) -> tuple[dict, np.ndarray]:
+    """A layer's cache full of nan, and block tables [3, B] of random blocks."""
+    widths = -(-lengths // layout.block_size)
+    tables = np.zeros((3, widths.max() + 1), np.int32)
+    free = 1 + rng.permutation(_num_blocks(tables) - 1)
+    for row, width in zip(tables, widths, strict=True):
+        row[:width], free = free[:width], free[width:]
+    specs = layout.spec(SPEC, _num_blocks(tables))
+    return map_tree(lambda s: backend.place(np.full(s.shape, np.nan, np.float32), s), specs), tables
+
+
+def _run(
+    layout: CacheLayout, backend: Backend, cache: dict, tables: np.ndarray, done: Any, counts: Any, parts: Any, spec: Any
+) -> tuple[np.ndarray, dict]:
+    """layout.attention on one ragged step with two tokens of padding. Rope turns by nothing."""
+
+    def program(cache: dict, parts: dict, step: Step, *, ops: Any) -> Any:
+        return layout.attention(ops.for_step([step]), cache, parts, step, spec)
+
+    take = [np.concatenate([x[i][done[i] : done[i] + n] for i, n in enumerate(counts)]) for x in parts]
+    padded = [np.concatenate([x, np.ones_like(x[:1]), np.ones_like(x[:1])]) for x in take]
+    step = _step(layout, tables, done, counts)
+    run = backend.compile(program, ("cache", "parts", "step"), ("out", "cache"), consumes="cache")
+    out, cache = run(cache, dict(zip("qkv", padded, strict=True)), step)
+    return backend.read(out)[: sum(counts)], cache
+
+
+def _step(layout: CacheLayout, tables: np.ndarray, done: Any, counts: Any) -> Step:
+    seqs = np.repeat(np.arange(3), counts)
+    positions = np.concatenate([np.arange(done[i], done[i] + n) for i, n in enumerate(counts)] + [np.zeros(2, int)])
+    seqs = np.concatenate([seqs, [2, 2]])
+    real = np.arange(len(seqs)) < sum(counts)
+    blocks = np.where(real, tables[seqs, positions // layout.block_size], 0)
+    zeros = np.zeros((len(seqs), 8), np.float32)
+
+    def i32(x: Any) -> np.ndarray:
+        return np.ascontiguousarray(x, np.int32)
+
+    return Step(
+        token_ids_T=i32(positions),
+        positions_T=i32(positions),
+        seq_ids_T=i32(seqs),
+        is_real_T=real,
+        blocks_T=i32(blocks),
+        offsets_T=i32(positions % layout.block_size),
+        lengths_S=i32(done + np.array(counts)),
+        query_starts_S1=i32(np.concatenate([[0], np.cumsum(counts)])),
+        block_tables_SB=tables,
+        decode=False,
+        ropes={"rope": Rope(np.ones(8, np.float32), zeros + 1, zeros)},
+        extra={},
+    )
+
+
+def _dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int, end: int, spec: AttentionSpec) -> np.ndarray:
+    """Attention of positions start to end over all before them, in float64."""
+    out = np.zeros((end - start, 2, 3, 16))
+    for i in range(start, end):
+        seen = slice(max(0, i + 1 - (spec.window or i + 1)), i + 1)
+        scores = np.einsum("kgd,mkd->kgm", q[i].astype(float), k[seen].astype(float)) * spec.scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[i - start] = np.einsum("kgm,mkd->kgd", weights / weights.sum(-1, keepdims=True), v[seen].astype(float))
+    return out
