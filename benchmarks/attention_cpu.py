@@ -101,7 +101,9 @@ def main() -> None:
             backend = get_backend(args.backend, {"attention": attention})
             times = measure(backend, CASES[name], args.order, args.repeat)
             row = {"backend": args.backend, "case": name, "attention": attention, "order": args.order} | times
-            print(json.dumps(row) if args.json else "  ".join(f"{v:<30}" if v == name else str(v) for v in row.values()))
+            print(
+                json.dumps(row) if args.json else "  ".join(f"{v:<30}" if v == name else str(v) for v in row.values())
+            )
 
 
 if __name__ == "__main__":
