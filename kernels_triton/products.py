@@ -27,11 +27,13 @@ class Packed:
         self.first, self.shared = first, shared
         plain = weight.reshape(self.depth, -1).t() if first else weight.reshape(-1, self.depth)
         self.matrix = torch.ops.mkldnn._reorder_linear_weight(plain, ROWS)
+        # looked up here and not at import: not every build of torch has oneDNN
+        self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def times(self, x: Tensor) -> Tensor:
         """x's last axes contracted with the weight."""
         free = x.shape[: x.ndim - self.shared]
-        y = _linear(x.reshape(-1, self.depth), self.matrix, None, "none", [], "")
+        y = self.linear(x.reshape(-1, self.depth), self.matrix, None, "none", [], "")
         return y if len(self.tail) == 1 and len(free) == 1 else y.view(*free, *self.tail)
 
     def dense(self) -> Tensor:
@@ -48,9 +50,6 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes held now."""
         return (2 if "rows" in self.__dict__ else 1) * self.shape.numel() * self.matrix.element_size()
-
-
-_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def pack(weight: Tensor, product: str | None) -> Tensor | Packed:
