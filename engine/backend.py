@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,8 +44,16 @@ class Backend(Protocol):
         """fn, called with ops, as a program. The argument named by `consumes` is gone after a call."""
         ...
 
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Compiles these (program, its arguments) without running them. Nothing is consumed."""
+        ...
+
     def consume(self, tree: Any) -> Any:
-        """The tree's arrays under new names, the old ones made unusable. For code that runs outside `compile`."""
+        """The tree's arrays under new names, the old ones made unusable. Likewise."""
+        ...
+
+    def own(self, tree: Any) -> Any:
+        """The tree with the library's own arrays for numpy arrays. For code that runs outside `compile`."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:

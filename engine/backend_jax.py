@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,7 +58,6 @@ class JaxBackend:
     """Places arrays and compiles programs. `dtype` is that of weights whose spec names none."""
 
     name = "jax"
-    eager = False
 
     def __init__(
         self,
@@ -68,9 +68,14 @@ class JaxBackend:
         rules: ShardingRules | None = None,
         mesh: Any = None,
         cache_dir: str | None = None,
+        eager: bool = False,
+        pure: bool = False,
     ) -> None:
         if (mesh is None) != (mode == "local"):
             raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
+        if eager and mesh is not None:
+            raise NotImplementedError("enforce_eager=True with several devices: collectives only run compiled")
+        self.eager, self.pure = eager, pure
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if dtype != "float32" and jax.default_backend() == "cpu":
@@ -115,7 +120,10 @@ class JaxBackend:
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
         """fn(*args, ops=...) as a compiled program that takes `consumes` for good: touching its old value raises."""
         fn = functools.partial(fn, ops=self.ops)
-        options: dict[str, Any] = {"donate_argnums": args.index(consumes)}
+        at = args.index(consumes)
+        if self.eager:
+            return functools.partial(_run_eagerly, fn, at, self.pure)
+        options: dict[str, Any] = {} if self.pure else {"donate_argnums": at}
         if self.mesh is None:
             return jax.jit(fn, **options)
         everywhere = jax.NamedSharding(self.mesh, jax.P())
@@ -127,12 +135,12 @@ class JaxBackend:
         ins, out = jax.tree.map(lambda s: s.spec, (ins, out))
         return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=out, check_vma=False), **options)
 
-    def precompile(self, calls: Iterable[tuple[Any, tuple]], threads: int) -> None:
+    def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
         Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable.
         """
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(program.lower(*args).compile) for program, args in calls]
             for one in waiting:
                 one.result()
@@ -140,6 +148,10 @@ class JaxBackend:
     def consume(self, tree: Any) -> Any:
         """The tree as it is: outside `compile`, donating is for the caller's own jit to say."""
         return tree
+
+    def own(self, tree: Any) -> Any:
+        """The tree with JAX arrays for numpy arrays; traced values stay."""
+        return jax.tree.map(jnp.array, tree)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Nothing: tracing needs no surroundings."""
@@ -164,6 +176,16 @@ class JaxBackend:
     def num_cache_hits(self) -> int:
         """How many of these the cache on disk already held."""
         return self._counter.cache_hits
+
+
+def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:
+    """fn op by op; what it consumed is deleted, unless it came through unchanged."""
+    out = fn(*jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, args))
+    kept = {id(x) for x in jax.tree.leaves(out)}
+    for x in jax.tree.leaves(args[at]):
+        if not pure and id(x) not in kept:
+            x.delete()
+    return out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,16 @@ class TorchBackend:
 
         return run
 
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Nothing: eager programs are not compiled."""
+
     def consume(self, tree: Any) -> Any:
         """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""
         return map_arrays(Tensor.clone if self.mode == "pure" else consume, tree)
+
+    def own(self, tree: Any) -> Any:
+        """The tree with tensors on the device for numpy arrays."""
+        return map_arrays(lambda x: from_numpy(x.copy()).to(self.device) if isinstance(x, np.ndarray) else x, tree)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What code outside `compile` runs in."""

@@ -100,10 +100,11 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
 def _sharding(config: EngineConfig, model: ModelSpec) -> tuple[Mapping[str, int], dict[str, Any]]:
     """How many devices share each logical axis, and the options of the backend."""
     options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention}
+    options["pure"] = config.mode == "pure"
     if config.backend == "torch":
-        return {}, options | {"pure": config.mode == "pure", "threads": config.threads}
+        return {}, options | {"threads": config.threads}
     folder = config.compile_cache_dir or cache_dir() / "xla"
-    options |= {"cache_dir": str(folder)}
+    options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.tensor_parallel_size == 1:
         return {}, options
     from ..sharding.mesh_jax import make_mesh

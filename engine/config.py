@@ -153,10 +153,6 @@ def _check_backend(c: EngineConfig) -> None:
         if c.compile_cache_dir is not None:
             raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
     if c.backend == "jax":
-        if c.mode != "in_place":
-            raise NotImplementedError(f"mode={c.mode!r} is not supported on jax, where the cache is always donated")
-        if c.enforce_eager:
-            raise NotImplementedError("enforce_eager=True is not supported on jax yet, where every program is compiled")
         if c.threads is not None:
             raise NotImplementedError(
                 f"threads={c.threads} is not supported on jax: limit the process (taskset) instead"

@@ -90,6 +90,7 @@ def generate(
             f"the cache is for {cache.rows['tokens'].shape[0] - 1} sequences of {room} tokens, not for {seqs} of "
             f"{longest} + {max_tokens}: make it with init_cache(..., {seqs}, {longest}, {max_tokens})"
         )
+    prompts_SL, lengths_S, columns = backend.own((prompts_SL, lengths_S, columns or {}))
     with backend.scope():
         return _generate(
             weights, backend.consume(cache), prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos
@@ -133,10 +134,10 @@ def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend,
     return Generated(cache.rows["tokens"][seq_S[:, None], place_SM], logprobs_SM, made_S, cache)
 
 
-def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict | None, ops: Any) -> dict:
+def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict, ops: Any) -> dict:
     xp, seq_S = ops.xp, ops.arange(lengths_S.shape[0], like=lengths_S)
     zeros = {name: xp.zeros_like(rows[name][: lengths_S.shape[0]]) for name in ("keys", "params", "stop_ids")}
-    values = zeros | (columns or {}) | {
+    values = zeros | columns | {
         "tokens": prompts_SL,
         "num_computed": xp.zeros_like(lengths_S),
         "prompt_len": lengths_S,

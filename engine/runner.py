@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 
 from ..models import step
-from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Output, map_tree
+from ..models.interface import (
+    Array,
+    ArraySpec,
+    CacheLayout,
+    CacheState,
+    ModelSpec,
+    Output,
+    Sampling,
+    StepInput,
+    map_tree,
+)
 from ..models.sampling import PARAMS, VARIANTS, row_specs
 from .backend import Backend
-from .batch import Shapes, move_input, row_values, sampling_input, step_input
-from .plan import Admission, Chunk, Plan, TableWrite, Transfer
+from .batch import Shapes, move_input, padded, row_values, sampling_input, step_input
+from .plan import Admission, Plan, TableWrite, Transfer
 
 
 @dataclass(frozen=True)
@@ -156,39 +166,39 @@ class Runner:
             self.cache = CacheState(self.move_blocks(self.cache.groups, source, target), self.cache.rows)
 
     def warm_up(self) -> int:
-        """Runs every program of the chains once on padding: null block, scratch row. Returns how many it compiled.
+        """Compiles every program of the chains, several at a time. Returns how many.
 
-        Logprobs over the whole vocabulary are left out: they are compiled when first asked for. A backend that compiles
-        nothing has nothing to warm.
+        Logprobs over the whole vocabulary are left out: they are compiled when first asked for.
         """
-        if self.backend.eager:
-            return 0
-        before, scratch, shapes = self.backend.num_compiles(), self.scratch, self.shapes
+        before = self.backend.num_compiles()
+        self.backend.precompile(self._calls())
+        return self.backend.num_compiles() - before
+
+    def _calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Every program with arguments of every shape: padding only, and never run."""
+        shapes, filler, groups = self.shapes, partial(_filler, self.scratch), len(self.tables)
         for n in shapes.admitted:
             for known in shapes.known:
-                self._admit((self._filler(known),) * n)
+                yield self.set_rows, (self.cache.rows, *row_values((filler(known),) * n, shapes, self.scratch))
         for n in shapes.moved:
-            self._move([Transfer(g, 0, 0) for g in range(len(self.tables)) for _ in range(n)])
-        hidden = None
+            pairs = [Transfer(g, 0, 0) for g in range(groups) for _ in range(n)]
+            yield self.move_blocks, (self.cache.groups, *move_input(pairs, groups, shapes))
         for width in shapes.widths:
-            room = min(width * self.block_size, self.specs.rows["tokens"].shape[1])
             for n in shapes.seqs:
-                hidden = self._warm_forward([1] * n, room)
+                yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
             for n in shapes.tokens:
-                if n <= room * scratch:
-                    hidden = self._warm_forward([room] * (n // room) + [n % room] * (n % room > 0), room)
+                yield self.forward, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
+        hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
         for n in shapes.sampled:
             for variant in VARIANTS:
                 for k in shapes.logprobs[:-1]:
-                    chunks = (Chunk("", scratch, 0, 1, True),) * n
-                    self.launch_head(Plan(0, chunks, variant=variant, num_logprobs=k), hidden)
-        self._admit((self._filler(1),))
-        return self.backend.num_compiles() - before
+                    sampling = Sampling(padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest)
+                    yield self.head, (self.weights, self.cache.rows, hidden, sampling)
 
-    def _filler(self, known: int) -> Admission:
-        return Admission(self.scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))
+    def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
+        tables = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables)
+        return StepInput(padded((), seqs, self.scratch), np.zeros(seqs + 1, np.int32), tables, tokens, decode)
 
-    def _warm_forward(self, counts: list[int], room: int) -> Array:
-        """One forward over sequences of these many tokens, with a block table as wide as `room` tokens need."""
-        self._admit((self._filler(1),))
-        return self.launch_forward(Plan(0, tuple(Chunk("", self.scratch, room - n, n, True) for n in counts)))
+
+def _filler(scratch: int, known: int) -> Admission:
+    return Admission(scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))

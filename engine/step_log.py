@@ -7,6 +7,7 @@ bucket sizes). Each other line holds a plan, the tokens it sampled, and digests 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class StepLog:
 
     def __init__(self, path: str | Path, header: Mapping[str, Any]):
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - it stays open
+        weakref.finalize(self, self.file.close)
         self._write({"format": FORMAT, "header": dict(header)})
 
     def append(self, plan: Plan, token_ids: Sequence[int], digests: Sequence[int] | None) -> None:

@@ -81,13 +81,32 @@ def test_precompiled_programs_compile_nothing_when_called():
     run, rows = _program(backend), {"a": backend.place(np.ones(4096), VECTOR)}
     inputs = [np.ones(n, np.float32) for n in (1, 4096)]
     before = backend.num_compiles()
-    backend.precompile([(run, (rows, x)) for x in inputs], threads=2)
+    backend.precompile([(run, (rows, x)) for x in inputs])
     assert backend.num_compiles() == before + 2
     for x in inputs:
         y, rows = run(rows, x)
         assert y.shape == (4096,)
     assert backend.num_compiles() == before + 2
     assert float(rows["a"][0]) == 4
+
+
+def test_pure_mode_leaves_what_it_was_given():
+    backend = JaxBackend(pure=True)
+    run, rows = _program(backend), {"a": backend.place(np.ones(4), VECTOR)}
+    run(rows, np.ones(4, np.float32))
+    assert float(rows["a"][0]) == 1
+
+
+def test_eager_mode_compiles_no_program_and_consumes_what_it_was_given():
+    backend = JaxBackend(eager=True)
+    run, rows = _program(backend), {"a": backend.place(np.ones(4), VECTOR)}
+    for _ in range(2):
+        y, new = run(rows, np.ones(4, np.float32))
+        with pytest.raises(RuntimeError, match="deleted"):
+            np.asarray(rows["a"])
+        rows = new
+    assert float(rows["a"][0]) == 4
+    assert not hasattr(run, "lower")
 
 
 def test_the_next_process_finds_programs_on_disk(tmp_path):

@@ -288,9 +288,7 @@ def test_auto_takes_torch_if_it_is_there(installed):
     [
         ("torch", "tensor_parallel_size", 2),
         ("torch", "compile_cache_dir", "/tmp/x"),
-        ("jax", "mode", "pure"),
         ("jax", "threads", 2),
-        ("jax", "enforce_eager", True),
     ],
 )
 def test_what_one_backend_lacks_is_refused_there(installed, backend, name, value):
