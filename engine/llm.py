@@ -29,7 +29,8 @@ class LLM:
 
     def __init__(self, model: Any = "smollm2", *, weights: Any = None, **arguments: Any):
         parts = build(engine_config(model, **arguments), weights)
-        self.config, self.model, self.backend, self.layout, self.plan = parts.config, parts.model, parts.backend, parts.layout, parts.plan
+        self.config, self.model, self.backend = parts.config, parts.model, parts.backend
+        self.layout, self.plan = parts.layout, parts.plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.processor = OutputProcessor(self.tokenizer)
@@ -103,7 +104,13 @@ class LLM:
             self.abort_request(request_id)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queues one request; step() returns its outputs. Raises ValueError for what can never be served."""
         if request_id in self.processor:

@@ -95,7 +95,13 @@ class OutputProcessor:
         before = member.request.tokens[-5:-1]
         member.logprobs.append(
             logprobs_of(
-                token, logprob, int(result.ranks[at]), top_ids, top_logprobs, tokenizer=self.tokenizer, context_ids=before
+                token,
+                logprob,
+                int(result.ranks[at]),
+                top_ids,
+                top_logprobs,
+                tokenizer=self.tokenizer,
+                context_ids=before,
             )
         )
 

@@ -63,9 +63,8 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
 
 def text_of(prompt: Prompt) -> str | None:
     """The prompt's text, if it came as text."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
@@ -73,6 +72,6 @@ def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
         raise ValueError(f"prompt {ids!r}: a prompt is {FORMS}")
     ids = list(ids)
     for i in ids:
-        if not isinstance(i, Integral) or isinstance(i, bool) or not 0 <= i < vocab_size:
+        if not isinstance(i, Integral) or isinstance(i, bool) or not 0 <= int(i) < vocab_size:
             raise ValueError(f"token id {i!r} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
     return [int(i) for i in ids]

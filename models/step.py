@@ -10,7 +10,7 @@ from .interface import Array, CacheLayout, CacheState, ModelSpec, Output, Rope, 
 
 
 def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
-    """Positions, ids and slots of a step's tokens, from what the rows know. So the host may plan ahead of its tokens."""
+    """Positions, ids and slots of a step's tokens, from what the rows know. So the host may plan ahead of tokens."""
     xp, starts, table = ops.xp, inputs.query_starts_S1, inputs.block_tables[group]
     token_T = ops.arange(inputs.num_tokens, like=starts)
     seq_T = xp.clip(xp.searchsorted(starts[1:], token_T, side="right"), 0, table.shape[0] - 1)

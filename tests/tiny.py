@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+
 from octavo.engine import LLM, SamplingParams
 from octavo.models import llama
 from octavo.models.interface import ModelSpec, map_tree

@@ -29,9 +29,11 @@ class TokenMajor:
         self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
     ) -> tuple[Array, LayerCache]:
         """Rope, write, then attend: every row's keys are in the cache before any row reads."""
-        rope = (lambda x: x) if spec.rope is None else (lambda x: ops.rope(x, step.ropes[spec.rope]))
-        cache = self.write(ops, cache, {"k": rope(parts["k"]), "v": parts["v"]}, step)
-        return ops.attention(rope(parts["q"]), cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
+        q, k = parts["q"], parts["k"]
+        if spec.rope is not None:
+            q, k = ops.rope(q, step.ropes[spec.rope]), ops.rope(k, step.ropes[spec.rope])
+        cache = self.write(ops, cache, {"k": k, "v": parts["v"]}, step)
+        return ops.attention(q, cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
 
     def write(self, ops: Any, cache: LayerCache, new: dict[str, Array], step: Step) -> LayerCache:
         """The step's keys and values put at their slots."""

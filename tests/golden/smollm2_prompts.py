@@ -70,9 +70,9 @@ CHAT = [
     ],
 ]
 STORY = (
-    "The lighthouse keeper climbed the stairs every evening, counted the ships on the horizon and wrote their names in a "
-    "leather book that his grandfather had given him. On the night of the great storm he counted none, and yet, when the "
-    "wind fell silent towards morning, there were voices on the rocks below. "
+    "The lighthouse keeper climbed the stairs every evening, counted the ships on the horizon and wrote their names "
+    "in a leather book that his grandfather had given him. On the night of the great storm he counted none, and yet, "
+    "when the wind fell silent towards morning, there were voices on the rocks below. "
 )
 LONG = [STORY * 3, STORY * 28]  # the second has more than 1,500 tokens
 
