@@ -68,9 +68,8 @@ def check_moved_blocks_read_the_same(layout: CacheLayout, backend: Backend) -> N
     """All of a sequence's blocks copied elsewhere: attention over the copies is bit-equal."""
     rng = np.random.default_rng(6)
     lengths = np.array([9, 1, 4]) + 1
-    parts = tuple(
-        [rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths] for shape in ((2, 3, 16), (2, 16), (2, 16))
-    )
+    shapes = ((2, 3, 16), (2, 16), (2, 16))
+    parts = tuple([rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths] for shape in shapes)
     outs = []
     for moved in (False, True):
         cache, tables = _poisoned(layout, backend, lengths, np.random.default_rng(1))
@@ -79,9 +78,7 @@ def check_moved_blocks_read_the_same(layout: CacheLayout, backend: Backend) -> N
             free = _unused_blocks(layout, tables)
             source = tables[tables > 0].astype(np.int32)
             target = free[free > 0][: len(source)].astype(np.int32)
-            move = backend.compile(
-                programs.move_blocks, ("groups", "source", "target"), ("groups",), consumes="groups"
-            )
+            move = backend.compile(programs.move_blocks, ("groups", "source", "target"), ("groups",), consumes="groups")
             ((cache,),) = move(((cache,),), (source,), (target,))
             new = dict(zip(source.tolist(), target.tolist(), strict=True)) | {0: 0}
             tables = np.vectorize(new.get)(tables).astype(np.int32)
@@ -93,9 +90,7 @@ def check_tokens(layout: CacheLayout, backend: str) -> None:
     """The dense oracle's tokens, with room and with preemptions."""
     want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:6]]
     for blocks in (120, 1 + -(-104 // layout.block_size)):
-        llm = engine(
-            backend=backend, layout=layout, block_size=None, num_gpu_blocks_override=blocks, max_model_len=104
-        )
+        llm = engine(backend=backend, layout=layout, block_size=None, num_gpu_blocks_override=blocks, max_model_len=104)
         assert tokens(llm, PROMPTS[:6]) == want
         assert (llm.scheduler.num_preemptions > 0) == (blocks != 120)
 
@@ -103,7 +98,8 @@ def check_tokens(layout: CacheLayout, backend: str) -> None:
 def _block_axes(layout: CacheLayout) -> dict[str, int]:
     """The axis of each array that counts blocks: the one that grows with them."""
     small, large = layout.spec(SPEC, 2), layout.spec(SPEC, 3)
-    return {name: [a == b for a, b in zip(small[name].shape, large[name].shape, strict=True)].index(False) for name in small}
+    shapes = {name: zip(small[name].shape, large[name].shape, strict=True) for name in small}
+    return {name: [a == b for a, b in pairs].index(False) for name, pairs in shapes.items()}
 
 
 def _unused_blocks(layout: CacheLayout, tables: np.ndarray) -> np.ndarray:
@@ -126,7 +122,14 @@ def _poisoned(layout: CacheLayout, backend: Backend, lengths: Any, rng: Any) -> 
 
 
 def _run(
-    layout: CacheLayout, backend: Backend, cache: dict, tables: np.ndarray, done: Any, counts: Any, parts: Any, spec: Any
+    layout: CacheLayout,
+    backend: Backend,
+    cache: dict,
+    tables: np.ndarray,
+    done: Any,
+    counts: Any,
+    parts: Any,
+    spec: Any,
 ) -> tuple[np.ndarray, dict]:
     """layout.attention on one ragged step with two tokens of padding. Rope turns by nothing."""
 

@@ -43,7 +43,8 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
         got, want, done = list(output.outputs[0].token_ids), entry["tokens"], 0
         while got != want[done:]:
             at = done + _first_difference(got, want[done:])
-            assert at < len(want) and entry["gap"][at] < tolerance("float32", "tie"), (entry["prompt"], at, entry["gap"][at : at + 1])
+            gap = entry["gap"][at : at + 1]
+            assert gap and gap[0] < tolerance("float32", "tie"), (entry["prompt"], at, gap)
             assert got[at - done] == entry["second"][at]
             ties, done = ties + 1, at + 1
             got = _generate(llm, entry["ids"] + want[:done], len(want) - done)
@@ -115,9 +116,10 @@ def hf_logits() -> list[tuple[np.ndarray, float]]:
     path = embedded_model()
     hf = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     with torch.inference_mode():
-        fp32 = [hf(torch.tensor([e["ids"] + e["tokens"]])).logits[0].numpy() for e in ENTRIES]
+        inputs = [torch.tensor([e["ids"] + e["tokens"]]) for e in ENTRIES]
+        fp32 = [hf(ids).logits[0].numpy() for ids in inputs]
         hf = hf.double()
-        far = [np.abs(hf(torch.tensor([e["ids"] + e["tokens"]])).logits[0].numpy() - x).max() for e, x in zip(ENTRIES, fp32, strict=True)]  # fmt: skip
+        far = [np.abs(hf(ids).logits[0].numpy() - x).max() for ids, x in zip(inputs, fp32, strict=True)]
     return list(zip(fp32, map(float, far), strict=True))
 
 
