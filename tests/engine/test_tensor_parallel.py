@@ -1,0 +1,89 @@
+"""LLM(tensor_parallel_size=n) on virtual devices: the tokens of one device, and the memory that was planned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from embedded import embedded_model
+from oracle import greedy
+from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, engine, numpy_weights, spec_of, tokens
+from tolerances import tolerance
+
+from octavo.engine import LLM, SamplingParams
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+
+
+def device_bytes(tree: Any) -> list[int]:
+    """Bytes of a tree of arrays on each device that holds any of it."""
+    found: dict[Any, int] = {}
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return list(found.values())
+
+
+def assert_bytes_as_planned(llm: LLM, size: int) -> None:
+    plan, cache = llm.plan, llm.runner.cache
+    assert device_bytes(llm.runner.weights) == [plan.weights_bytes] * size
+    assert device_bytes(cache.groups) == [plan.cache_bytes] * size
+    assert device_bytes(cache.rows) == [plan.rows_bytes] * size
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_an_engine_on_several_devices_gives_the_tokens_of_one(size: int) -> None:
+    """With hits, preemptions, chunks and forks."""
+    prompts = PROMPTS[:5]
+    llm = engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=size, num_gpu_blocks_override=16, max_model_len=120)
+    want = [greedy(spec_of(EIGHT_HEADS), numpy_weights(EIGHT_HEADS), p, GREEDY.max_tokens) for p in prompts]
+    assert tokens(llm, prompts, GREEDY) == want
+    assert tokens(llm, prompts, GREEDY) == want
+    assert llm.scheduler.num_preemptions > 0
+    one = engine(EIGHT_HEADS, backend="jax", max_num_seqs=2)
+    samples = [llm.generate(PROMPTS[3], replace(RANDOM, n=2), use_tqdm=False)[0] for llm in (one, llm)]
+    assert [o.token_ids for o in samples[0].outputs] == [o.token_ids for o in samples[1].outputs]
+    assert_bytes_as_planned(llm, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (3, "104 is not divisible by tensor_parallel_size 3: 1, 2, 4, 8 would"),
+        (16, "104 is not divisible by tensor_parallel_size 16: 1, 2, 4, 8 would"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_numbers(size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=size)
+
+
+def test_a_fresh_process_needs_no_flag() -> None:
+    """The engine asks for virtual devices itself, where JAX has not started."""
+    source = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from tiny import EIGHT_HEADS, PROMPTS, engine, tokens\n"
+        "print(tokens(engine(EIGHT_HEADS, backend='jax', tensor_parallel_size=4), PROMPTS[:1]))"
+    )
+    out = subprocess.check_output([sys.executable, "-c", source], text=True, timeout=300)
+    want = greedy(spec_of(EIGHT_HEADS), numpy_weights(EIGHT_HEADS), PROMPTS[0], GREEDY.max_tokens)
+    assert json.loads(out) == [want]
+
+
+def test_smollm2_on_three_devices() -> None:
+    embedded_model()
+    llm = LLM("smollm2", backend="jax", tensor_parallel_size=3, max_model_len=256, max_num_seqs=8)
+    assert_bytes_as_planned(llm, 3)
+    entries = [e for e in json.loads(GOLDEN.read_text())["entries"] if len(e["ids"]) < 100][::4]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    outputs = llm.generate([e["ids"] for e in entries], params, use_tqdm=False)
+    for e, output in zip(entries, outputs, strict=True):
+        got, want = list(output.outputs[0].token_ids), e["tokens"][:24]
+        at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
+        assert at is None or e["gap"][at] < tolerance("float32", "tie"), e["prompt"]
