@@ -152,11 +152,8 @@ def _check_backend(c: EngineConfig) -> None:
             )
         if c.compile_cache_dir is not None:
             raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
-    if c.backend == "jax":
-        if c.threads is not None:
-            raise NotImplementedError(
-                f"threads={c.threads} is not supported on jax: limit the process (taskset) instead"
-            )
+    if c.backend == "jax" and c.threads is not None:
+        raise NotImplementedError(f"threads={c.threads} is not supported on jax: limit the process (taskset) instead")
 
 
 def _budget(c: EngineConfig, max_model_len: int | None) -> int:

@@ -31,7 +31,7 @@ class Generated(NamedTuple):
 def init_cache(
     model: ModelSpec, backend: Backend, layout: CacheLayout, num_seqs: int, max_prompt_len: int, max_tokens: int
 ) -> CacheState:
-    """An empty cache with room for num_seqs sequences of max_prompt_len + max_tokens tokens, each with its own blocks."""
+    """An empty cache for num_seqs sequences of max_prompt_len + max_tokens tokens, each with its own blocks."""
     length = max_prompt_len + max_tokens
     blocks = 1 + num_seqs * -(-length // layout.block_size)
     return empty_cache(cache_specs(model, layout, [blocks] * len(model.groups), num_seqs, length), backend)
@@ -55,7 +55,9 @@ def sampling_columns(params: SamplingParams | Sequence[SamplingParams], num_seqs
         raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")
     for p in params:
         if p.stop or p.stop_token_ids or p.min_tokens or p.n != 1:
-            raise NotImplementedError("functional.generate takes no stop, stop_token_ids, min_tokens or n: use LLM.generate")
+            raise NotImplementedError(
+                "functional.generate takes no stop, stop_token_ids, min_tokens or n: use LLM.generate"
+            )
     return {
         "params": np.array([p.row() for p in params], np.float32),
         "keys": np.array([request_key(p.seed or 0, 0) for p in params], np.int32),
@@ -92,12 +94,13 @@ def generate(
         )
     prompts_SL, lengths_S, columns = backend.own((prompts_SL, lengths_S, columns or {}))
     with backend.scope():
+        cache = backend.consume(cache)
         return _generate(
-            weights, backend.consume(cache), prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos
+            weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos
         )
 
 
-def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos):  # noqa: ANN001, ANN202
+def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos):
     ops, xp = backend.ops, backend.ops.xp
     seqs, longest = prompts_SL.shape
     seq_S, scratch = ops.arange(seqs, like=lengths_S), seqs
@@ -108,9 +111,7 @@ def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend,
     def one_step(cache: CacheState, counts_S: Array, num_tokens: int, decode: bool):
         starts_S1 = xp.concat([xp.zeros_like(counts_S[:1]), xp.astype(xp.cumulative_sum(counts_S, axis=0), xp.int32)])
         inputs = StepInput(seq_S, starts_S1, tables, num_tokens, decode)
-        hidden, cache = step.forward(
-            weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=seqs
-        )
+        hidden, cache = step.forward(weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=seqs)
         at = Sampling(seq_S, xp.where(counts_S > 0, seq_S, scratch), variant, num_logprobs=0)
         output, rows = step.head(weights, cache.rows, hidden, at, ops=ops, model=model)
         return step.with_rows(cache, rows), output.token_ids_R, output.logprobs_R
@@ -137,11 +138,15 @@ def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend,
 def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict, ops: Any) -> dict:
     xp, seq_S = ops.xp, ops.arange(lengths_S.shape[0], like=lengths_S)
     zeros = {name: xp.zeros_like(rows[name][: lengths_S.shape[0]]) for name in ("keys", "params", "stop_ids")}
-    values = zeros | columns | {
-        "tokens": prompts_SL,
-        "num_computed": xp.zeros_like(lengths_S),
-        "prompt_len": lengths_S,
-        "min_tokens": xp.zeros_like(lengths_S),
-    }
+    values = (
+        zeros
+        | columns
+        | {
+            "tokens": prompts_SL,
+            "num_computed": xp.zeros_like(lengths_S),
+            "prompt_len": lengths_S,
+            "min_tokens": xp.zeros_like(lengths_S),
+        }
+    )
     assert values["stop_ids"].shape[1] == MAX_STOP_IDS
     return step.set_rows(rows, seq_S, values, ops=ops)

@@ -2,8 +2,8 @@
 
     python examples/best_of_n.py [--model smollm2] [--n 4] [--json]
 
-The program is one `jax.jit` (or one call, in torch) that generates and scores the whole batch: nothing is planned on the
-host between two tokens. `octavo.engine.functional.generate` can be put into a larger program of one's own like this.
+The program is one `jax.jit` (or one call, in torch) that generates and scores the whole batch: nothing is planned
+on the host between two tokens. `octavo.engine.functional.generate` can be put into a larger program like this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def best_of_n(llm: LLM, prompts: Sequence[Sequence[int]], n: int, max_tokens: in
     """For each prompt the sample with the highest mean logprob a token, and the scores of all n."""
     ids_SL, lengths_S = pad_prompts([p for p in prompts for _ in range(n)])
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(ids_SL))]
-    cache = init_cache(llm.model, llm.backend, llm.layout, *ids_SL.shape, max_tokens)
+    num_seqs, longest = ids_SL.shape
+    cache = init_cache(llm.model, llm.backend, llm.layout, num_seqs, longest, max_tokens)
     score = scoring_program(llm, max_tokens)
     columns = sampling_columns(params, len(params))
     tokens, counts, scores = map(np.asarray, score(llm.runner.weights, cache, ids_SL, lengths_S, columns))
@@ -64,7 +65,7 @@ def scoring_program(llm: LLM, max_tokens: int) -> Callable[..., Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Best of n samples of each prompt.")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--n", type=int, default=4)

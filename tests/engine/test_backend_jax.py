@@ -101,7 +101,7 @@ def test_eager_mode_compiles_no_program_and_consumes_what_it_was_given():
     backend = JaxBackend(eager=True)
     run, rows = _program(backend), {"a": backend.place(np.ones(4), VECTOR)}
     for _ in range(2):
-        y, new = run(rows, np.ones(4, np.float32))
+        _, new = run(rows, np.ones(4, np.float32))
         with pytest.raises(RuntimeError, match="deleted"):
             np.asarray(rows["a"])
         rows = new

@@ -19,10 +19,12 @@ from octavo.engine.step_log import read_log
 def random_trace(llm: LLM, steps: int, seed: int = 0) -> None:
     """Arrivals of all kinds, aborts and forks, for so many steps."""
     rng, count = random.Random(seed), 0
-    for step in range(steps):
+    for _ in range(steps):
         if rng.random() < 0.4:
-            kind = rng.choice([GREEDY, RANDOM, replace(RANDOM, n=2), replace(GREEDY, logprobs=3), replace(RANDOM, top_k=0, top_p=1.0, min_p=0.0)])  # fmt: skip
-            kind = replace(kind, max_tokens=rng.randrange(1, 20), min_tokens=rng.choice([0, 1]), stop_token_ids=(rng.randrange(VOCAB),))  # fmt: skip
+            plain = replace(RANDOM, top_k=0, top_p=1.0, min_p=0.0)
+            kind = rng.choice([GREEDY, RANDOM, replace(RANDOM, n=2), replace(GREEDY, logprobs=3), plain])
+            kind = replace(kind, max_tokens=rng.randrange(1, 20), min_tokens=rng.choice([0, 1]))
+            kind = replace(kind, stop_token_ids=(rng.randrange(VOCAB),))
             prompt = rng.choice(PROMPTS)[: rng.randrange(1, 60)] + [rng.randrange(VOCAB)]
             llm.add_request(f"r{count}", prompt, kind)
             count += 1
@@ -50,6 +52,7 @@ def test_inputs_and_cache_keep_their_addresses() -> None:
     forward = llm.runner.forward
 
     import torch
+
     from octavo.engine import backend_torch
     from octavo.models import step
 
@@ -58,7 +61,12 @@ def test_inputs_and_cache_keep_their_addresses() -> None:
     def spy(weights: Any, cache: Any, inputs: Any, **more: Any) -> Any:
         if inputs.decode:
             found: list[int] = []
-            backend_torch.map_arrays(lambda x: found.append(x.data_ptr()) if isinstance(x, torch.Tensor) else x, (cache, inputs))  # fmt: skip
+
+            def note(x: Any) -> None:
+                if isinstance(x, torch.Tensor):
+                    found.append(x.data_ptr())
+
+            backend_torch.map_arrays(note, (cache, inputs))
             seen.append(found)
         return run_layers(weights, cache, inputs, **more)
 
