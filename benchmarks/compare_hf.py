@@ -31,12 +31,19 @@ Run = Callable[[list[list[int]]], int]
 def transformers_run() -> Run:
     """Static batching: every prompt has the same length, so nothing is padded."""
     path = fetch("smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
 
     def run(prompts: list[list[int]]) -> int:
         ids = torch.tensor(prompts)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=NEW,
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
         )
         return out[:, ids.shape[1] :].numel()
 
@@ -76,7 +83,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", action="append", choices=("torch", "jax"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -89,7 +96,8 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("engine", "32 at once, tok/s", "single stream, tok/s", title=f"SmolLM2-135M fp32, {json.dumps(machine())}")
+    title = f"SmolLM2-135M fp32, {json.dumps(machine())}"
+    table = Table("engine", "32 at once, tok/s", "single stream, tok/s", title=title)
     base = results["transformers"]
     for name, cases in results.items():
         table.add_row(name, *(f"{x:.1f} ({x / base[case]:.2f}x)" for case, x in cases.items()))

@@ -36,7 +36,7 @@ def first_token(backend: str, cache: Path) -> float:
     assert process.stdout is not None
     seen = b""
     while b"Paris" not in seen:
-        piece = process.stdout.read1(64)
+        piece = os.read(process.stdout.fileno(), 64)
         if not piece:
             raise RuntimeError(f"no token came: {seen!r}")
         seen += piece
@@ -47,7 +47,7 @@ def first_token(backend: str, cache: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
