@@ -108,7 +108,7 @@ def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend,
     tables = (1 + seq_S[:, None] * width + ops.arange(width, like=lengths_S)[None],) * len(model.groups)
     cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, columns, ops))
 
-    def one_step(cache: CacheState, counts_S: Array, num_tokens: int, decode: bool):
+    def one_step(cache: CacheState, counts_S: Array, num_tokens: int, decode: bool) -> tuple[CacheState, Array, Array]:
         starts_S1 = xp.concat([xp.zeros_like(counts_S[:1]), xp.astype(xp.cumulative_sum(counts_S, axis=0), xp.int32)])
         inputs = StepInput(seq_S, starts_S1, tables, num_tokens, decode)
         hidden, cache = step.forward(weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=seqs)
