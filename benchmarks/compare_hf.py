@@ -2,8 +2,8 @@
 
     python benchmarks/compare_hf.py [--backend torch --backend jax] [--repeats 3] [--json]
 
-32-token prompts, 64 new tokens, end-of-text ignored; 32 prompts at once, and one alone. The engines take turns, and each
-figure is the median of the repeats.
+32-token prompts, 64 new tokens, end-of-text ignored; 32 prompts at once, and one alone. The engines take turns, and
+each figure is the median of the repeats.
 """
 
 from __future__ import annotations
