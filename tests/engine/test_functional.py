@@ -74,9 +74,7 @@ def test_a_sequence_ends_with_its_end_of_text(llm: LLM) -> None:
 def test_own_weights_give_own_tokens(llm: LLM) -> None:
     from octavo.models.interface import map_tree
 
-    other = map_tree(
-        lambda spec, x: llm.backend.place_weight(x, spec), llm.model.weights, numpy_weights(TINY, seed=1)
-    )
+    other = map_tree(lambda spec, x: llm.backend.place_weight(x, spec), llm.model.weights, numpy_weights(TINY, seed=1))
     ids, lengths = pad_prompts(PROMPTS[:2])
     cache = init_cache(llm.model, llm.backend, llm.layout, *ids.shape, MANY)
     made = generate(other, cache, ids, lengths, MANY,
