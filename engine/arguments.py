@@ -128,10 +128,14 @@ WORKING = (
     # where it runs
     Argument("backend", "str", "auto", "torch or jax; auto: torch if it is installed, else jax", text),
     Argument(
+        "device", "str", "auto", "cpu or cuda; auto: a GPU if the backend finds one", choices("auto", "cpu", "cuda")
+    ),
+    Argument(
         "dtype",
         "str",
         "auto",
-        "of weights, activations and cache: half, float16, bfloat16, float, float32; auto: float32",
+        "of weights, activations and cache: half, float16, bfloat16, float, float32; auto: float32 on a CPU, "
+        "on a GPU bfloat16 or float16 as the checkpoint has it",
         choices("auto", "half", "float16", "bfloat16", "float", "float32"),
     ),
     Argument("attention", "str", "auto", "an implementation of the backend; a wrong name lists them", text),
@@ -217,6 +221,7 @@ WORKING = (
     ),
     # what comes out
     Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
+    Argument("disable_log_stats", "bool", True, "False logs a line of statistics every few seconds", checks.flag),
     Argument("step_log", "str", None, "file that takes a line a step, for replay", text),
 )
 
@@ -280,7 +285,6 @@ LATER = (
     Later("runner", "auto", "pooling models", ("generate",)),
     Later("task", "auto", "pooling models", ("generate",)),
     Later("convert", "auto", "pooling models", ("none",)),
-    Later("device", "auto", "choosing a device apart from the backend"),
     Later("compilation_config", None, "compile levels", ({},)),
     Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
     Later("scheduler_cls", None, "a scheduler of one's own"),
@@ -288,7 +292,6 @@ LATER = (
     Later("logprobs_mode", "raw_logprobs", "processed logprobs and logits"),
     Later("structured_outputs_config", None, "structured output"),
     Later("guided_decoding_backend", None, "structured output", ("auto",)),
-    Later("disable_log_stats", True, "logging statistics"),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),
     Later("stream_interval", 1, "coarser streams"),

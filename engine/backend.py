@@ -72,6 +72,10 @@ class Backend(Protocol):
         """read over the leaves of a tree."""
         ...
 
+    def free_memory(self) -> int | None:
+        """Bytes free on the device; None where that is the host's memory."""
+        ...
+
     def num_compiles(self) -> int:
         """Programs compiled so far in this process."""
         ...
@@ -94,6 +98,15 @@ def resolve_backend(name: str) -> str:
     if name not in found:
         raise ValueError(f"backend {name!r} is not installed: pip install 'octavo[{name}]'")
     return name
+
+
+def find_platform(backend: str, device: str) -> str:
+    """"cpu" or "cuda": where a backend will run when asked for `device`. Starts its library."""
+    if backend == "jax":
+        from .backend_jax import find_platform
+    else:
+        from .backend_torch import find_platform
+    return find_platform(device)
 
 
 def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:

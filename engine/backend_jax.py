@@ -26,6 +26,17 @@ for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
     jax.tree_util.register_dataclass(_cls, _names, list(_static))
 
 
+def find_platform(device: str) -> str:
+    """"cpu" or "cuda"; "auto" takes a GPU if JAX has one. "cpu" is a choice only before JAX has started."""
+    if device == "cpu":
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", "cpu")
+    found = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    if device not in ("auto", found):
+        raise ValueError(f"device {device!r}: JAX runs on {found}; before JAX is first used, set JAX_PLATFORMS={device}")
+    return found
+
+
 class CompileCounter:
     """How many programs this process compiled, and how many of those the cache on disk already held."""
 
@@ -168,6 +179,11 @@ class JaxBackend:
     def read_tree(self, tree: Any) -> Any:
         """`read` over dicts, tuples and lists."""
         return map_tree(self.read, tree)
+
+    def free_memory(self) -> int | None:
+        """Bytes free on the first GPU; None on a CPU."""
+        stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+        return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
 
     def num_compiles(self) -> int:
         """Programs compiled by this process so far, those loaded from the cache on disk included."""

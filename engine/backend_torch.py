@@ -70,6 +70,13 @@ def physical_cores() -> int:
     return len(cores)
 
 
+def find_platform(device: str) -> str:
+    """"cpu" or "cuda"; "auto" takes a GPU if there is one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': torch finds no GPU here; use device='cpu', or a CUDA build of torch")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 class StaticInputs:
     """One set of buffers a shape: an input of a shape seen before lands where that one lay (CUDA graphs need it)."""
 
@@ -177,6 +184,10 @@ class TorchBackend:
 
     def num_compiles(self) -> int:
         return 0
+
+    def free_memory(self) -> int | None:
+        """Bytes free on the GPU; None on a CPU."""
+        return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else None
 
     def _dtype(self, spec: ArraySpec) -> torch.dtype:
         return getattr(torch, spec.dtype or self.dtype)

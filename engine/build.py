@@ -15,7 +15,7 @@ import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, map_tree
 from ..models.registry import spec_from_hf
-from .backend import Backend, get_backend
+from .backend import Backend, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -53,11 +53,13 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
     """The parts of an engine. `weights` is a tree of arrays for a ModelSpec; None: from the checkpoint, or dummy."""
     checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
     model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
-    config = config.for_model(model)
+    # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
     divisors, options = _sharding(config, model)
-    plan = memory_plan(config, model, divisors=divisors, available=available_memory())
+    platform = find_platform(config.backend, config.device)
+    config = config.for_model(model, platform, _stored_dtype(checkpoint))
+    backend = get_backend(config.backend, options | {"dtype": config.dtype})
+    plan = memory_plan(config, model, divisors=divisors, available=_available(config, backend))
     tokenizer = _tokenizer(config, checkpoint)
-    backend = get_backend(config.backend, options)
     runner = Runner(
         backend,
         model,
@@ -97,12 +99,25 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     )
 
 
+def _stored_dtype(checkpoint: Checkpoint | None) -> str | None:
+    """The dtype that the checkpoint's config names; None: it names none, or there is no checkpoint."""
+    hf = checkpoint.hf_config if checkpoint else {}
+    return hf.get("dtype") or hf.get("torch_dtype")
+
+
+def _available(config: EngineConfig, backend: Backend) -> int | None:
+    """Free bytes of one device; virtual devices share the host's."""
+    if config.device != "cpu":
+        return backend.free_memory()
+    host = available_memory()
+    return host and host // config.tensor_parallel_size
+
+
 def _sharding(config: EngineConfig, model: ModelSpec) -> tuple[Mapping[str, int], dict[str, Any]]:
     """How many devices share each logical axis, and the options of the backend."""
-    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention}
-    options["pure"] = config.mode == "pure"
+    options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     if config.backend == "torch":
-        return {}, options | {"threads": config.threads}
+        return {}, options | {"threads": config.threads, "device": find_platform("torch", config.device)}
     folder = config.compile_cache_dir or cache_dir() / "xla"
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.tensor_parallel_size == 1:

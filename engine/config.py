@@ -14,15 +14,15 @@ from .backend import resolve_backend
 from .checks import check_names
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
-DTYPES = {"auto": "float32", "half": "float16", "float": "float32"}
+DTYPES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Every engine argument, resolved. docs/engine_arguments.md says what each one means.
 
-    `max_model_len` may be None until `for_model` has seen the model. `fit_model_len` says that the memory plan may
-    lower it ("auto" was asked for), `given` names the arguments that the user set.
+    Until `for_model` has seen the model, `max_model_len` may be None, and `dtype` and `device` "auto". `fit_model_len`
+    says that the memory plan may lower max_model_len ("auto" was asked for), `given` which arguments the user set.
     """
 
     model: Any
@@ -36,6 +36,7 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any]
     seed: int
     backend: str
+    device: str
     dtype: str
     attention: str
     layout: CacheLayout
@@ -60,12 +61,16 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     max_logprobs: int
+    disable_log_stats: bool
     step_log: str | None
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
 
-    def for_model(self, model: ModelSpec) -> EngineConfig:
-        """The same with what follows from the model. Raises ValueError where the two do not fit."""
+    def for_model(self, model: ModelSpec, platform: str = "cpu", stored_dtype: str | None = None) -> EngineConfig:
+        """The same with what follows from the model, the platform ("cpu" or "cuda") and the checkpoint's dtype.
+
+        Raises ValueError where they do not fit.
+        """
         length, most = self.max_model_len, model.max_model_len
         if length is not None and length > most:
             raise ValueError(
@@ -77,7 +82,13 @@ class EngineConfig:
             raise ValueError(f"num_gpu_blocks_override {counts} has {len(counts)} numbers: one for each of the "
                              f"model's {len(model.groups)} cache groups is right")  # fmt: skip
         length = most if length is None else length
-        return replace(self, max_model_len=length, max_num_batched_tokens=_budget(self, length))
+        return replace(
+            self,
+            device=platform,
+            dtype=_dtype(self.dtype, platform, stored_dtype),
+            max_model_len=length,
+            max_num_batched_tokens=_budget(self, length),
+        )
 
 
 def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
@@ -154,6 +165,15 @@ def _check_backend(c: EngineConfig) -> None:
             raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
     if c.backend == "jax" and c.threads is not None:
         raise NotImplementedError(f"threads={c.threads} is not supported on jax: limit the process (taskset) instead")
+
+
+def _dtype(asked: str, platform: str, stored: str | None) -> str:
+    """What "auto" means: float32 on a CPU; on a GPU bfloat16 stays, and float16 is for other unquantised checkpoints."""
+    if asked != "auto":
+        return asked
+    if platform == "cpu":
+        return "float32"
+    return "bfloat16" if stored in (None, "bfloat16") else "float16"
 
 
 def _budget(c: EngineConfig, max_model_len: int | None) -> int:

@@ -16,6 +16,7 @@ from .prompts import Prompt, list_of_messages, list_of_params, list_of_prompts, 
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
+from .stats import StatsLogger
 from .tokenizer import Tokenizer
 
 
@@ -34,6 +35,7 @@ class LLM:
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.processor = OutputProcessor(self.tokenizer)
+        self.stats = None if self.config.disable_log_stats else StatsLogger(self.scheduler)
         self.unread: Pending | None = None
         self.ids, self.num_arrived = itertools.count(), 0
         self.seeds = random.Random(self.config.seed)
@@ -101,7 +103,7 @@ class LLM:
                         if output.finished:
                             return
         finally:
-            self.abort_request(request_id)
+            self.abort(request_id)
 
     def add_request(
         self,
@@ -117,7 +119,7 @@ class LLM:
             raise ValueError(f"request id {request_id!r} is in use")
         self._admit(request_id, self._family(request_id, prompt, params, priority, cache_salt), prompt)
 
-    def abort_request(self, request_id: str | Sequence[str]) -> None:
+    def abort(self, request_id: str | Sequence[str]) -> None:
         """Ends requests and frees their blocks at once; ids that are not running are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             for request in self.processor.requests(name):
@@ -138,7 +140,10 @@ class LLM:
         pending = self._launch(plan) if plan else None
         if self.config.async_scheduling:
             pending, self.unread = self.unread, pending
-        return self._absorb(pending) if pending else []
+        touched = self._absorb(pending) if pending else []
+        if self.stats:
+            self.stats.after_step(len(touched))
+        return touched
 
     def _launch(self, plan: Any) -> Pending:
         try:
@@ -179,7 +184,7 @@ class LLM:
                     outputs = [self.processor.output(f) for f in ended]
                     done |= {o.request_id: o for o in outputs if o.request_id in wanted}
         finally:
-            self.abort_request([i for i in family_ids if i not in done])
+            self.abort([i for i in family_ids if i not in done])
         return [done[i] for i in family_ids]
 
     def _family(

@@ -49,7 +49,7 @@ def test_defaults_pass_their_own_checks():
 
 def test_defaults():
     c = engine_config("m")
-    assert (c.model, c.dtype, c.block_size, c.max_num_seqs, c.max_num_batched_tokens) == ("m", "float32", 16, 32, 512)
+    assert (c.model, c.dtype, c.block_size, c.max_num_seqs, c.max_num_batched_tokens) == ("m", "auto", 16, 32, 512)
     assert (c.enable_prefix_caching, c.enable_chunked_prefill, c.async_scheduling) == (True, True, True)
     assert (c.max_model_len, c.kv_cache_memory_bytes, c.given, c.fit_model_len) == (None, None, frozenset(), False)
 
@@ -112,7 +112,6 @@ REFUSED = {
     "enable_lora": True,
     "trust_remote_code": True,
     "kv_cache_dtype": "fp8",
-    "disable_log_stats": False,
     "load_format": "tensorizer",
     "host": "0.0.0.0",
 }
@@ -266,9 +265,19 @@ def test_block_counts_are_one_or_one_a_group():
         engine_config("m", num_gpu_blocks_override=[3, 4, 5]).for_model(SPEC)
 
 
-@pytest.mark.parametrize("given, dtype", [("auto", "float32"), ("float", "float32"), ("half", "float16")])
+@pytest.mark.parametrize("given, dtype", [("float", "float32"), ("half", "float16"), ("bfloat16", "bfloat16")])
 def test_dtypes_have_other_names(given, dtype):
     assert engine_config("m", dtype=given).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "platform, stored, dtype",
+    [("cpu", "bfloat16", "float32"), ("cuda", "bfloat16", "bfloat16"), ("cuda", None, "bfloat16"),
+     ("cuda", "float32", "float16")],
+)  # fmt: skip
+def test_dtype_auto_follows_platform_and_checkpoint(platform, stored, dtype):
+    assert engine_config("m").for_model(SPEC, platform, stored).dtype == dtype
+    assert engine_config("m", dtype="float32").for_model(SPEC, platform, stored).dtype == "float32"
 
 
 def test_auto_takes_torch_if_it_is_there(installed):

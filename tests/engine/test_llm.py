@@ -113,7 +113,7 @@ def test_abort_frees_blocks_at_once_and_others_go_on(backend: str) -> None:
     for _ in range(4):
         llm.step()
     held = llm.scheduler.blocks.usage()
-    llm.abort_request("a")
+    llm.abort("a")
     assert llm.scheduler.blocks.usage() < held
     seen: list[Any] = []
     while llm.has_unfinished_requests():

@@ -29,7 +29,7 @@ def random_trace(llm: LLM, steps: int, seed: int = 0) -> None:
             llm.add_request(f"r{count}", prompt, kind)
             count += 1
         if count and rng.random() < 0.05:
-            llm.abort_request(f"r{rng.randrange(count)}")
+            llm.abort(f"r{rng.randrange(count)}")
         llm.step()
     assert count > steps // 4
 
