@@ -9,10 +9,10 @@ from typing import Any
 
 from .build import build
 from .config import engine_config
-from .output_processor import OutputProcessor
+from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
 from .progress import Progress
-from .prompts import Prompt, list_of_messages, list_of_params, list_of_prompts, token_ids_of
+from .prompts import Prompt, list_of_messages, list_of_params, list_of_prompts, salt_of, token_ids_of
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
@@ -37,6 +37,8 @@ class LLM:
         self.processor = OutputProcessor(self.tokenizer)
         self.stats = None if self.config.disable_log_stats else StatsLogger(self.scheduler)
         self.unread: Pending | None = None
+        # what got a token, or an error, and was not returned yet; by request id
+        self.news: dict[str, Family] = {}
         self.ids, self.num_arrived = itertools.count(), 0
         self.seeds = random.Random(self.config.seed)
 
@@ -54,7 +56,9 @@ class LLM:
         checked before the first runs.
         """
         prompts = list_of_prompts(prompts)
-        params = list_of_params(sampling_params or self.get_default_sampling_params(), len(prompts))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = list_of_params(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(priority)} priorities for {len(prompts)} prompts")
         names = [self._next_id() for _ in prompts]
@@ -82,7 +86,7 @@ class LLM:
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Iterator[str]:
         """The text of one completion, piece by piece. `prompt` may also be a list of chat messages.
 
-        Other requests go on meanwhile; leaving the loop early aborts this one.
+        Other requests go on meanwhile; leaving the loop early aborts this one. Several streams may be read in turns.
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) and "role" in prompt[0]:
             prompt = {"prompt_token_ids": self._chat_ids(prompt, **template)}
@@ -91,17 +95,18 @@ class LLM:
             raise ValueError(f"stream gives one text: n is {params.n}, detokenize is {params.detokenize}")
         request_id = self._next_id()
         self.add_request(request_id, prompt, params)
+        family, sent = self.processor.families[request_id], 0
+        (member,) = family.members
         try:
-            sent = 0
-            while True:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        text = output.outputs[0].text
-                        if len(text) > sent:
-                            yield text[sent:]
-                        sent = len(text)
-                        if output.finished:
-                            return
+            while not family.finished or len(member.text) > sent:
+                if len(member.text) > sent:
+                    piece, sent = member.text[sent:], len(member.text)
+                    yield piece
+                else:
+                    self._advance()
+                    self.news.pop(request_id, None)
+            if member.request.finish_reason == "error":
+                raise RuntimeError(f"request {request_id!r} was ended by a step that failed in another call")
         finally:
             self.abort(request_id)
 
@@ -115,8 +120,6 @@ class LLM:
         cache_salt: str | None = None,
     ) -> None:
         """Queues one request; step() returns its outputs. Raises ValueError for what can never be served."""
-        if request_id in self.processor:
-            raise ValueError(f"request id {request_id!r} is in use")
         self._admit(request_id, self._family(request_id, prompt, params, priority, cache_salt), prompt)
 
     def abort(self, request_id: str | Sequence[str]) -> None:
@@ -126,35 +129,41 @@ class LLM:
                 if request.finish_reason is None:
                     self.scheduler.finish(request, "abort")
             self.processor.drop(name)
+            self.news.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or self.unread is not None
+        """Whether step() has anything left to do or to return."""
+        return self.scheduler.has_work or self.unread is not None or bool(self.news)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what the requests that got a token have so far."""
-        return [self.processor.output(family) for family in self.processor.families_of(self._advance())]
+        """Runs one step; returns what the requests that got a token have so far.
+
+        Those that a generate() or stream() in between has moved on are among them. If the step fails, all requests
+        end with "error", and the next call returns them.
+        """
+        self._advance()
+        news, self.news = list(self.news.values()), {}
+        return [self.processor.output(family) for family in news]
 
     def _advance(self) -> list[Request]:
         """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous)."""
-        plan = self.scheduler.schedule()
-        pending = self._launch(plan) if plan else None
-        if self.config.async_scheduling:
-            pending, self.unread = self.unread, pending
-        touched = self._absorb(pending) if pending else []
-        if self.stats:
-            self.stats.after_step(len(touched))
-        return touched
-
-    def _launch(self, plan: Any) -> Pending:
         try:
-            return self.runner.launch(plan)
+            plan = self.scheduler.schedule()
+            pending = self.runner.launch(plan) if plan else None
+            if self.config.async_scheduling:
+                pending, self.unread = self.unread, pending
+            touched = self._absorb(pending) if pending else []
         except BaseException:
-            # the cache may be half written or gone: nobody can go on from it
+            # a plan, the cache or a token may be half done or lost (Ctrl-C too): nobody can go on from that
             self.unread = None
             self.scheduler.abandon()
-            self.processor.clear()
             self.runner.reset()
+            self.news |= self.processor.families
             raise
+        if self.stats:
+            self.stats.after_step(len(touched))
+        self.news |= {family.id: family for family in self.processor.families_of(touched)}
+        return touched
 
     def _absorb(self, pending: Pending) -> list[Request]:
         """Takes in what a step sampled. Returns the requests that got a token, ended ones included."""
@@ -179,10 +188,10 @@ class LLM:
             with Progress(len(wanted), use_tqdm) as bar:
                 while len(done) < len(wanted):
                     touched = self._advance()
-                    ended = [f for f in self.processor.families_of(touched) if f.finished]
+                    mine = [self.news.pop(name) for name in wanted & self.news.keys()]
+                    ended = {f.id: self.processor.output(f) for f in mine if f.finished}
                     bar.advance(len(touched), len(ended))
-                    outputs = [self.processor.output(f) for f in ended]
-                    done |= {o.request_id: o for o in outputs if o.request_id in wanted}
+                    done |= ended
         finally:
             self.abort([i for i in family_ids if i not in done])
         return [done[i] for i in family_ids]
@@ -193,18 +202,19 @@ class LLM:
         """The n requests of one prompt, checked but not queued. The first computes the prompt for all."""
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
+        names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        if taken := [name for name in (request_id, *names) if name in self.processor]:
+            raise ValueError(f"request id {taken[0]!r} is in use")
         ids = token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         eos = frozenset() if params.ignore_eos else self.eos_ids
         params = params.resolve(
             self.model.vocab_size, self.config.max_logprobs, has_tokenizer=self.tokenizer is not None, eos_ids=eos
         )
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
-        if isinstance(prompt, dict):
-            cache_salt = prompt.get("cache_salt", cache_salt)
+        salt = salt_of(prompt, cache_salt)
         family: list[Request] = []
-        for i in range(params.n):
-            name = request_id if params.n == 1 else f"{i}_{request_id}"
-            request = Request(name, ids, params, request_key(seed, i), eos, priority, cache_salt=cache_salt, index=i)
+        for i, name in enumerate(names):
+            request = Request(name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i)
             request.first = family[0] if family else None
             self.scheduler.check(request)
             family.append(request)

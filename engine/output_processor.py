@@ -23,6 +23,10 @@ class Member:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
+    @property
+    def text(self) -> str:
+        return self.stream.text if self.stream else ""
+
 
 @dataclass(eq=False)
 class Family:
@@ -141,16 +145,12 @@ class OutputProcessor:
         for m in family.members if family else ():
             del self.home[m.request.id]
 
-    def clear(self) -> None:
-        self.families.clear()
-        self.home.clear()
-
 
 def _completion(m: Member) -> CompletionOutput:
     r, wanted = m.request, m.request.params.logprobs is not None
     return CompletionOutput(
         index=r.index,
-        text=m.stream.text if m.stream else "",
+        text=m.text,
         token_ids=r.output,
         cumulative_logprob=m.cumulative_logprob if wanted else None,
         logprobs=list(m.logprobs) if wanted else None,

@@ -61,6 +61,14 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
     return ids
 
 
+def salt_of(prompt: Prompt, default: str | None) -> str | None:
+    """The prompt's own cache_salt, else the default. Raises ValueError for one that is not text."""
+    salt = prompt.get("cache_salt", default) if isinstance(prompt, Mapping) else default
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"cache_salt {salt!r} is not a string of at least one character")
+    return salt
+
+
 def text_of(prompt: Prompt) -> str | None:
     """The prompt's text, if it came as text."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
