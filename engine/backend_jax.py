@@ -149,8 +149,11 @@ class JaxBackend:
     def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
-        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable.
+        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable. Eagerly
+        there is nothing to compile.
         """
+        if self.eager:
+            return
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(program.lower(*args).compile) for program, args in calls]
             for one in waiting:
