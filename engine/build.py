@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -150,6 +149,8 @@ def _weights(
     if weights is not None:
         if checkpoint:
             raise ValueError("weights= goes with a ModelSpec as model: a checkpoint brings its own")
+        if config.load_format == "dummy":
+            raise ValueError("weights= and load_format='dummy': give one of them")
         return map_tree(lambda spec, x: backend.place_weight(np.asarray(x), spec), model.weights, weights)
     if config.load_format == "dummy":
         return dummy_weights(model, backend, config.seed)
@@ -230,7 +231,7 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
     return {
         "versions": {name: version(name) for name in (config.backend, "numpy")},
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
-        "threads": config.threads or os.cpu_count(),
+        "threads": runner.backend.threads,
         "model": config.model.name if isinstance(config.model, ModelSpec) else str(config.model),
         "backend": config.backend,
         "dtype": config.dtype,
