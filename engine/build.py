@@ -39,7 +39,7 @@ class Parts:
     model: ModelSpec
     backend: Backend
     layout: CacheLayout
-    plan: MemoryPlan
+    memory_plan: MemoryPlan
     runner: Runner
     scheduler: Scheduler
     tokenizer: Tokenizer | None
@@ -78,7 +78,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         model=model,
         backend=backend,
         layout=config.layout,
-        plan=plan,
+        memory_plan=plan,
         runner=runner,
         scheduler=_scheduler(config, plan, model),
         tokenizer=tokenizer,

@@ -31,7 +31,7 @@ class LLM:
     def __init__(self, model: Any = "smollm2", *, weights: Any = None, **arguments: Any):
         parts = build(engine_config(model, **arguments), weights)
         self.config, self.model, self.backend = parts.config, parts.model, parts.backend
-        self.layout, self.plan = parts.layout, parts.plan
+        self.layout, self.memory_plan = parts.layout, parts.memory_plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.processor = OutputProcessor(self.tokenizer)
@@ -90,23 +90,27 @@ class LLM:
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) and "role" in prompt[0]:
             prompt = {"prompt_token_ids": self._chat_ids(prompt, **template)}
-        params = sampling_params or self.get_default_sampling_params()
-        if params.n != 1 or not params.detokenize:
-            raise ValueError(f"stream gives one text: n is {params.n}, detokenize is {params.detokenize}")
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if params.n != 1 or not params.detokenize or self.tokenizer is None:
+            raise ValueError(
+                f"stream gives one text: n is {params.n}, detokenize is {params.detokenize}, "
+                f"and there is {'no' if self.tokenizer is None else 'a'} tokenizer"
+            )
         request_id = self._next_id()
         self.add_request(request_id, prompt, params)
-        family, sent = self.processor.families[request_id], 0
-        (member,) = family.members
+        (member,) = self.processor.families[request_id].members
+        assert member.stream is not None
         try:
-            while not family.finished or len(member.text) > sent:
-                if len(member.text) > sent:
-                    piece, sent = member.text[sent:], len(member.text)
+            while True:
+                if piece := member.stream.delta():
                     yield piece
+                elif member.request.finish_reason == "error":
+                    raise RuntimeError(f"request {request_id!r} was ended by a step that failed in another call")
+                elif member.request.finish_reason:
+                    return
                 else:
                     self._advance()
                     self.news.pop(request_id, None)
-            if member.request.finish_reason == "error":
-                raise RuntimeError(f"request {request_id!r} was ended by a step that failed in another call")
         finally:
             self.abort(request_id)
 

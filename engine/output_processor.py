@@ -23,10 +23,6 @@ class Member:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
-    @property
-    def text(self) -> str:
-        return self.stream.text if self.stream else ""
-
 
 @dataclass(eq=False)
 class Family:
@@ -150,7 +146,7 @@ def _completion(m: Member) -> CompletionOutput:
     r, wanted = m.request, m.request.params.logprobs is not None
     return CompletionOutput(
         index=r.index,
-        text=m.text,
+        text=m.stream.text if m.stream else "",
         token_ids=r.output,
         cumulative_logprob=m.cumulative_logprob if wanted else None,
         logprobs=list(m.logprobs) if wanted else None,
