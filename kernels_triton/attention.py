@@ -14,30 +14,31 @@ log = logging.getLogger("octavo")
 
 
 class Implementation(NamedTuple):
-    """function(q, k, v, order, step, spec, sinks, plan) attends; supports(spec, dtype, device) is None, or why not;
+    """attend(q, k, v, order, step, spec, sinks, plan) attends; supports(spec, dtype, device) is None, or why not;
     plan(step, spec, block_size) is what all layers of a step with one block table and spec share.
     """
 
-    function: Callable[..., torch.Tensor]
+    attend: Callable[..., torch.Tensor]
     plan: Callable[[Any, Any, int], Any]
     supports: Callable[[Any, torch.dtype, torch.device], str | None]
 
 
-def anything(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+def supports_everything(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None: the reference serves whatever the cache can hold."""
     return None
 
 
 IMPLEMENTATIONS = {
-    "reference": Implementation(reference.attend, reference.plan, anything),
+    "reference": Implementation(reference.attend, reference.plan, supports_everything),
     "cpu": Implementation(cpu_attention.attend, cpu_attention.plan, cpu_attention.supports),
 }
-PREFERRED = ("cpu", "reference")  # what "auto" tries, in order
+PREFERENCE = ("cpu", "reference")  # what "auto" tries, in order
 
 
 def choose(name: str, spec: Any, dtype: torch.dtype, device: torch.device) -> str:
     """The implementation that serves. Raises NotImplementedError with the reasons when none does."""
     reasons = []
-    for candidate in PREFERRED if name == "auto" else (name,):
+    for candidate in PREFERENCE if name == "auto" else (name,):
         reason = IMPLEMENTATIONS[candidate].supports(spec, dtype, device)
         if reason is None:
             if name == "auto":

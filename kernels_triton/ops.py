@@ -102,7 +102,7 @@ class TorchOps:
             plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
         if group is not None:
             self.plans[group, spec.window] = plan
-        return implementation.function(q_TKGD, k, v, order, step, spec, sinks, plan)
+        return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan)
 
     def _implementation(self, q: Tensor, spec: Any) -> Implementation:
         # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own
