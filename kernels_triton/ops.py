@@ -29,7 +29,7 @@ class TorchOps:
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
-        self.plans: dict[tuple[int, Any], Any] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
         self.tables: list[tuple[Any, tuple[Tensor, Tensor]]] = []
 
     def for_step(self, steps: Sequence[Any]) -> TorchOps:
@@ -96,12 +96,13 @@ class TorchOps:
         """Causal attention of each token over its sequence's cache. Returns [T, K, G, Dv]."""
         implementation, plan = self._implementation(q_TKGD, spec), None
         group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
+        key = (group, spec.window, implementation.plan)
         if group is not None:
-            plan = self.plans.get((group, spec.window))
+            plan = self.plans.get(key)
         if plan is None:
             plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
         if group is not None:
-            self.plans[group, spec.window] = plan
+            self.plans[key] = plan
         return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan)
 
     def _implementation(self, q: Tensor, spec: Any) -> Implementation:
