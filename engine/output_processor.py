@@ -23,6 +23,10 @@ class Member:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
+    @property
+    def text(self) -> str:
+        return self.stream.text if self.stream else ""
+
 
 @dataclass(eq=False)
 class Family:
@@ -31,12 +35,22 @@ class Family:
     id: str
     prompt: str | None
     members: list[Member]
+    queued: bool  # by add_request: LLM.step returns its outputs
     arrival_time: float
     first_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
         return all(m.request.finish_reason is not None for m in self.members)
+
+    @property
+    def failed(self) -> bool:
+        return any(m.request.finish_reason == "error" for m in self.members)
+
+    @property
+    def text(self) -> str:
+        """What the first sample says so far."""
+        return self.members[0].text
 
 
 class OutputProcessor:
@@ -50,13 +64,21 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.families or request_id in self.home
 
-    def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt) -> None:
+    def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt, queued: bool) -> Family:
         """Takes in the n requests of one prompt."""
+        self.check_free(family_id, requests)
         members = [Member(r, self._stream(r)) for r in requests]
-        family = Family(family_id, text_of(prompt), members, time.time())
+        family = Family(family_id, text_of(prompt), members, queued, time.time())
         self.families[family_id] = family
         for m in members:
             self.home[m.request.id] = (family, m)
+        return family
+
+    def check_free(self, family_id: str, requests: Sequence[Request]) -> None:
+        """Raises ValueError if one of these ids is in use, the n samples' own included."""
+        for name in (family_id, *(r.id for r in requests)):
+            if name in self:
+                raise ValueError(f"request id {name!r} is in use")
 
     def _stream(self, request: Request) -> TextStream | None:
         if self.tokenizer is None or not request.params.detokenize:
@@ -141,16 +163,12 @@ class OutputProcessor:
         for m in family.members if family else ():
             del self.home[m.request.id]
 
-    def clear(self) -> None:
-        self.families.clear()
-        self.home.clear()
-
 
 def _completion(m: Member) -> CompletionOutput:
     r, wanted = m.request, m.request.params.logprobs is not None
     return CompletionOutput(
         index=r.index,
-        text=m.stream.text if m.stream else "",
+        text=m.text,
         token_ids=r.output,
         cumulative_logprob=m.cumulative_logprob if wanted else None,
         logprobs=list(m.logprobs) if wanted else None,
