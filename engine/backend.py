@@ -101,7 +101,7 @@ def resolve_backend(name: str) -> str:
 
 
 def find_platform(backend: str, device: str) -> str:
-    """ "cpu" or "cuda": where a backend will run when asked for `device`. Starts its library."""
+    """"cpu" or "cuda": where a backend will run when asked for `device`. Starts its library."""
     if backend == "jax":
         from .backend_jax import find_platform
     else:

@@ -27,15 +27,13 @@ for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
 
 
 def find_platform(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes a GPU if JAX has one. "cpu" is a choice only before JAX has started."""
+    """"cpu" or "cuda"; "auto" takes a GPU if JAX has one. "cpu" is a choice only before JAX has started."""
     if device == "cpu":
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
     found = "cpu" if jax.default_backend() == "cpu" else "cuda"
     if device not in ("auto", found):
-        raise ValueError(
-            f"device {device!r}: JAX runs on {found}; before JAX is first used, set JAX_PLATFORMS={device}"
-        )
+        raise ValueError(f"device {device!r}: JAX runs on {found}; before JAX is first used, set JAX_PLATFORMS={device}")
     return found
 
 

@@ -71,7 +71,7 @@ def physical_cores() -> int:
 
 
 def find_platform(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes a GPU if there is one."""
+    """"cpu" or "cuda"; "auto" takes a GPU if there is one."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda': torch finds no GPU here; use device='cpu', or a CUDA build of torch")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
