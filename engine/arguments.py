@@ -150,7 +150,11 @@ WORKING = (
     Argument("tensor_parallel_size", "int", 1, "devices that share each layer (jax only)", integers(1)),
     Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
     Argument(
-        "enforce_eager", "bool", False, "compile and capture nothing (torch only, where it is always so)", checks.flag
+        "enforce_eager",
+        "bool",
+        False,
+        "compile and capture nothing: op by op on jax, on one device; on torch it is always so",
+        checks.flag,
     ),
     Argument(
         "warmup", "str", "lazy", "lazy: compile on first use; all: compile everything first", choices("lazy", "all")

@@ -49,11 +49,11 @@ class Backend(Protocol):
         ...
 
     def consume(self, tree: Any) -> Any:
-        """The tree's arrays under new names, the old ones made unusable. Likewise."""
+        """The tree's arrays under new names, the old ones made unusable. For code that runs outside `compile`."""
         ...
 
     def own(self, tree: Any) -> Any:
-        """The tree with the library's own arrays for numpy arrays. For code that runs outside `compile`."""
+        """The tree with the library's own arrays for numpy arrays. Likewise."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -101,7 +101,7 @@ def resolve_backend(name: str) -> str:
 
 
 def find_platform(backend: str, device: str) -> str:
-    """"cpu" or "cuda": where a backend will run when asked for `device`. Starts its library."""
+    """Where a backend will run when asked for `device`: "cpu" or "cuda". Starts its library."""
     if backend == "jax":
         from .backend_jax import find_platform
     else:

@@ -27,13 +27,13 @@ for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
 
 
 def find_platform(device: str) -> str:
-    """"cpu" or "cuda"; "auto" takes a GPU if JAX has one. "cpu" is a choice only before JAX has started."""
+    """Where JAX runs, "cpu" or "cuda"; "auto" takes a GPU if it has one. "cpu" is a choice only before it starts."""
     if device == "cpu":
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
     found = "cpu" if jax.default_backend() == "cpu" else "cuda"
     if device not in ("auto", found):
-        raise ValueError(f"device {device!r}: JAX runs on {found}; before JAX is first used, set JAX_PLATFORMS={device}")
+        raise ValueError(f"device {device!r}: JAX runs on {found}; before it is first used, set JAX_PLATFORMS={device}")
     return found
 
 
@@ -149,8 +149,11 @@ class JaxBackend:
     def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
-        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable.
+        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable. Eagerly
+        there is nothing to compile.
         """
+        if self.eager:
+            return
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(program.lower(*args).compile) for program, args in calls]
             for one in waiting:

@@ -71,7 +71,7 @@ def physical_cores() -> int:
 
 
 def find_platform(device: str) -> str:
-    """"cpu" or "cuda"; "auto" takes a GPU if there is one."""
+    """Where torch runs when asked for `device`: "cpu" or "cuda". "auto" takes a GPU if there is one."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda': torch finds no GPU here; use device='cpu', or a CUDA build of torch")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -117,7 +117,7 @@ class TorchBackend:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if threads is not None and threads < 1:
             raise ValueError(f"threads {threads} is not positive")
-        self.device, self.dtype, self.mode = torch.device(device), dtype, "pure" if pure else "inplace"
+        self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.ops = TorchOps(pure, attention)
         torch.set_num_threads(threads or physical_cores())
         # fp32 means fp32: no TF32, no bf16 passes
@@ -158,7 +158,7 @@ class TorchBackend:
 
     def consume(self, tree: Any) -> Any:
         """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""
-        return map_arrays(Tensor.clone if self.mode == "pure" else consume, tree)
+        return map_arrays(Tensor.clone if self.pure else consume, tree)
 
     def own(self, tree: Any) -> Any:
         """The tree with tensors on the device for numpy arrays."""
@@ -169,7 +169,7 @@ class TorchBackend:
         return torch.inference_mode()
 
     def prefetch(self, x: Tensor) -> None:
-        """Nothing yet: an eager step on the CPU is done when it returns."""
+        """Nothing: on a CPU an eager step is done when it returns, and on a GPU `read` waits and copies."""
 
     def read(self, x: Tensor | Packed) -> np.ndarray:
         """A copy on the host; of a packed weight, as it was before."""

@@ -14,9 +14,9 @@ TEXTS = {a.name for a in WORKING if a.kind == "str"}  # a revision of digits is 
 def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments that these words spell; which of them exist is for the engine to say.
 
-    `--name value` and `--name=value` set one; a value is JSON where it reads as JSON and the
-    argument is not a string. `--name` alone is
-    True, `--no-name` alone is False. Raises ValueError for a word that belongs to no option, or an option given twice.
+    `--name value` and `--name=value` set one; a value is JSON where it reads as JSON and the argument is not a string.
+    `--name` alone is True, `--no-name` alone is False. Raises ValueError for a word that belongs to no option, or an
+    option given twice.
     """
     arguments: dict[str, Any] = {}
     rest = list(words)

@@ -168,7 +168,7 @@ def _check_backend(c: EngineConfig) -> None:
 
 
 def _dtype(asked: str, platform: str, stored: str | None) -> str:
-    """What "auto" means: float32 on a CPU; on a GPU bfloat16 stays, and float16 is for other unquantised checkpoints."""
+    """What "auto" means: float32 on a CPU; on a GPU bfloat16, or float16 where the checkpoint says another dtype."""
     if asked != "auto":
         return asked
     if platform == "cpu":

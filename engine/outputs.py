@@ -27,7 +27,6 @@ class RequestMetrics:
     """When what happened, in seconds on one clock; None: not yet."""
 
     arrival_time: float | None = None
-    scheduled_time: float | None = None  # of its first admission
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0

@@ -83,7 +83,7 @@ def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def salt_of(prompt: Prompt, default: str | None) -> str | None:
-    """The prompt's own cache_salt, or the default."""
+    """The prompt's own cache_salt, else the default. Raises ValueError for one that is not text."""
     salt = prompt.get("cache_salt", default) if isinstance(prompt, Mapping) else default
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"cache_salt {salt!r} is not a string of at least one character")

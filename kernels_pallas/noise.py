@@ -24,8 +24,6 @@ def gumbel(keys_R2: jax.Array, index_R: jax.Array, size: int) -> jax.Array:
     h_RV = murmur(murmur(token_V[None] ^ k0_R[:, None]) ^ k1_R[:, None])
     u_RV = (h_RV.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     # rounding may reach 1, where the noise would be -inf even for the only token that is left
-    u_RV = jnp.minimum(u_RV, jnp.float32(1 - 2**-24))
-    # rounding may reach 1, where the noise would be -inf even for the only token that is left
     return -jnp.log(-jnp.log1p(-jnp.minimum(u_RV, jnp.float32(1 - 2**-24))))
 
 

@@ -36,8 +36,6 @@ PREFERRED = ("cpu", "reference")  # what "auto" tries, in order
 
 def choose(name: str, spec: Any, dtype: torch.dtype, device: torch.device) -> str:
     """The implementation that serves. Raises NotImplementedError with the reasons when none does."""
-    if name != "auto" and name not in IMPLEMENTATIONS:
-        raise ValueError(f"attention {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
     reasons = []
     for candidate in PREFERRED if name == "auto" else (name,):
         reason = IMPLEMENTATIONS[candidate].supports(spec, dtype, device)

@@ -23,6 +23,8 @@ class TorchOps:
     xp = xp
 
     def __init__(self, pure: bool = False, attention: str = "auto"):
+        if attention != "auto" and attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
         self.pure, self.wanted = pure, attention
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}

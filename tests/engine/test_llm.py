@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from backends import BACKENDS
 from oracle import greedy, logits
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, numpy_weights, spec_of, tokens
@@ -131,6 +133,36 @@ def test_step_by_step_outputs_grow(backend: str) -> None:
     assert lengths == list(range(1, GREEDY.max_tokens + 1))
 
 
+def test_what_ends_during_another_call_is_returned_by_the_next_step() -> None:
+    llm = engine()
+    llm.add_request("short", PROMPTS[0], replace(GREEDY, max_tokens=3))
+    llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+    assert llm.has_unfinished_requests()
+    (output,) = llm.step()
+    assert (output.request_id, output.finished, len(output.outputs[0].token_ids)) == ("short", True, 3)
+    assert not llm.has_unfinished_requests() and not llm.processor.families
+
+
+def test_streams_may_be_read_in_turns(tmp_path: Path) -> None:
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, "w0")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    llm = engine(tokenizer=str(tmp_path))
+    want = ["".join(llm.stream(p, GREEDY)) for p in PROMPTS[:2]]
+    assert [text.count("w") for text in want] == [GREEDY.max_tokens] * 2
+    streams, got = [llm.stream(p, GREEDY) for p in PROMPTS[:2]], ["", ""]
+    for first, second in itertools.zip_longest(*streams, fillvalue=""):
+        got = [got[0] + first, got[1] + second]
+    assert got == want and not llm.has_unfinished_requests() and not llm.processor.families
+
+
+def test_no_sibling_takes_an_id_that_is_in_use() -> None:
+    llm = engine()
+    llm.add_request("1_x", PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match="'1_x' is in use"):
+        llm.add_request("x", PROMPTS[0], replace(RANDOM, n=2))
+    assert list(llm.scheduler.alive) == ["1_x"]
+
+
 def test_priority_goes_first() -> None:
     llm = engine(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=64)
     for name, priority in (("low", 5), ("mid", 1), ("high", 0)):
@@ -163,6 +195,7 @@ BAD_PROMPTS = {
     "unknown key": ({"prompt_ids": [1]}, "prompt_ids"),
     "two forms": ({"prompt": "a", "prompt_token_ids": [1]}, "prompt_token_ids"),
     "no prompt": (3, "3"),
+    "salt of another type": ({"prompt_token_ids": [1], "cache_salt": 3}, "cache_salt 3"),
 }
 
 
@@ -197,8 +230,7 @@ BAD_ARGUMENTS = {
 def test_a_bad_argument_is_named_with_what_would_be_right(name: str) -> None:
     arguments, words = BAD_ARGUMENTS[name]
     with pytest.raises(ValueError, match=words):
-        llm = engine(**arguments)
-        llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+        engine(**arguments)
 
 
 def test_an_unknown_model_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -216,6 +248,29 @@ def test_a_failed_launch_ends_the_requests_and_the_engine_serves_on(backend: str
     output = llm.generate([PROMPTS[3]], GREEDY, use_tqdm=False)[0]
     assert output.num_cached_tokens == 0
     assert list(output.outputs[0].token_ids) == alone(backend, PROMPTS[3], GREEDY)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_cannot_be_read_ends_all_requests(backend: str, error: type[BaseException]) -> None:
+    """Its token is lost, so nobody may go on behind it. The next step says so."""
+    llm = engine(backend=backend, async_scheduling=True)
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    llm.step()
+    llm.unread = Unreadable(error)
+    with pytest.raises(error):
+        llm.step()
+    (output,) = llm.step()
+    assert (output.request_id, output.outputs[0].finish_reason) == ("a", "error")
+    assert not llm.has_unfinished_requests()
+    assert tokens(llm, [PROMPTS[0]]) == [alone(backend, PROMPTS[0], GREEDY)]
+
+
+class Unreadable:
+    def __init__(self, error: type[BaseException]):
+        self.error = error
+
+    def result(self) -> StepResult:
+        raise self.error("while waiting")
 
 
 def _fail(plan: Plan) -> Pending:
