@@ -219,8 +219,8 @@ WORKING = (
         "gpu_memory_utilization",
         "float",
         0.9,
-        "on a CPU: part of the free memory that weights, activations and cache may take together. It bounds the "
-        "cache, and never enlarges it",
+        "part of the device's free memory that weights, activations and cache may take together. It bounds the cache, "
+        "and never enlarges it",
         partial(checks.number, low=0, high=1, open_low=True),
     ),
     # what comes out

@@ -21,6 +21,7 @@ class Backend(Protocol):
     ops: Any
     dtype: str  # of weights and caches whose spec names none
     eager: bool  # programs are not compiled: a shape costs nothing, so padding can be exact
+    threads: int  # of the CPU, that products use: other numbers may give other last bits
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:
         """x on the device(s), in the dtype and sharding that spec says."""

@@ -86,7 +86,7 @@ class JaxBackend:
             raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
         if eager and mesh is not None:
             raise NotImplementedError("enforce_eager=True with several devices: collectives only run compiled")
-        self.eager, self.pure = eager, pure
+        self.eager, self.pure, self.threads = eager, pure, os.cpu_count() or 1
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if dtype != "float32" and jax.default_backend() == "cpu":

@@ -119,7 +119,8 @@ class TorchBackend:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.ops = TorchOps(pure, attention)
-        torch.set_num_threads(threads or physical_cores())
+        self.threads = threads or physical_cores()
+        torch.set_num_threads(self.threads)
         # fp32 means fp32: no TF32, no bf16 passes
         torch.set_float32_matmul_precision("highest")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, map_tree
 from ..models.registry import spec_from_hf
+from ..sharding.rules import check_divides, tensor_parallel
 from .backend import Backend, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
@@ -40,7 +39,7 @@ class Parts:
     model: ModelSpec
     backend: Backend
     layout: CacheLayout
-    plan: MemoryPlan
+    memory_plan: MemoryPlan
     runner: Runner
     scheduler: Scheduler
     tokenizer: Tokenizer | None
@@ -54,11 +53,12 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
     checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
     model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
-    divisors, options = _sharding(config, model)
-    platform = find_platform(config.backend, config.device)
-    config = config.for_model(model, platform, _stored_dtype(checkpoint))
+    divisors, options = divisors_of(config, model), _backend_options(config)
+    device = find_platform(config.backend, config.device)
+    config = config.for_model(model, device, stored_dtype(checkpoint))
     backend = get_backend(config.backend, options | {"dtype": config.dtype})
-    plan = memory_plan(config, model, divisors=divisors, available=_available(config, backend))
+    available = host_memory(config) if device == "cpu" else backend.free_memory()
+    plan = memory_plan(config, model, divisors=divisors, available=available)
     tokenizer = _tokenizer(config, checkpoint)
     runner = Runner(
         backend,
@@ -78,7 +78,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         model=model,
         backend=backend,
         layout=config.layout,
-        plan=plan,
+        memory_plan=plan,
         runner=runner,
         scheduler=_scheduler(config, plan, model),
         tokenizer=tokenizer,
@@ -89,6 +89,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
 
 
 def open_checkpoint(config: EngineConfig) -> Checkpoint:
+    """The checkpoint that the config names; its tensors are not read yet."""
     return open_model(
         config.model,
         load_format=config.load_format,
@@ -99,37 +100,39 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     )
 
 
-def _stored_dtype(checkpoint: Checkpoint | None) -> str | None:
+def stored_dtype(checkpoint: Checkpoint | None) -> str | None:
     """The dtype that the checkpoint's config names; None: it names none, or there is no checkpoint."""
     hf = checkpoint.hf_config if checkpoint else {}
     return hf.get("dtype") or hf.get("torch_dtype")
 
 
-def _available(config: EngineConfig, backend: Backend) -> int | None:
-    """Free bytes of one device; virtual devices share the host's."""
-    if config.device != "cpu":
-        return backend.free_memory()
+def host_memory(config: EngineConfig) -> int | None:
+    """Free bytes of one device on a CPU: virtual devices share the host's. None if nobody says."""
     host = available_memory()
     return host and host // config.tensor_parallel_size
 
 
-def _sharding(config: EngineConfig, model: ModelSpec) -> tuple[Mapping[str, int], dict[str, Any]]:
-    """How many devices share each logical axis, and the options of the backend."""
+def divisors_of(config: EngineConfig, model: ModelSpec) -> dict[str, int]:
+    """How many devices share each logical axis. Raises ValueError where the model does not split so."""
+    rules, size = tensor_parallel(), config.tensor_parallel_size
+    if size > 1:
+        check_divides(model.weights, rules, {"tp": size})
+    return {axis: size for axis, name in rules.items() if name == "tp"}
+
+
+def _backend_options(config: EngineConfig) -> dict[str, Any]:
+    """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     if config.backend == "torch":
-        return {}, options | {"threads": config.threads, "device": find_platform("torch", config.device)}
+        return options | {"threads": config.threads, "device": find_platform("torch", config.device)}
     folder = config.compile_cache_dir or cache_dir() / "xla"
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.tensor_parallel_size == 1:
-        return {}, options
+        return options
     from ..sharding.mesh_jax import make_mesh
-    from ..sharding.rules import check_divides, tensor_parallel
 
-    rules = tensor_parallel()
-    check_divides(model.weights, rules, {"tp": config.tensor_parallel_size})
     mesh = make_mesh({"tp": config.tensor_parallel_size})
-    divisors = {axis: config.tensor_parallel_size for axis, name in rules.items() if name == "tp"}
-    return divisors, options | {"mode": "shard_map", "rules": rules, "mesh": mesh}
+    return options | {"mode": "shard_map", "rules": tensor_parallel(), "mesh": mesh}
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
@@ -146,6 +149,8 @@ def _weights(
     if weights is not None:
         if checkpoint:
             raise ValueError("weights= goes with a ModelSpec as model: a checkpoint brings its own")
+        if config.load_format == "dummy":
+            raise ValueError("weights= and load_format='dummy': give one of them")
         return map_tree(lambda spec, x: backend.place_weight(np.asarray(x), spec), model.weights, weights)
     if config.load_format == "dummy":
         return dummy_weights(model, backend, config.seed)
@@ -226,7 +231,7 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
     return {
         "versions": {name: version(name) for name in (config.backend, "numpy")},
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
-        "threads": config.threads or os.cpu_count(),
+        "threads": runner.backend.threads,
         "model": config.model.name if isinstance(config.model, ModelSpec) else str(config.model),
         "backend": config.backend,
         "dtype": config.dtype,

@@ -203,15 +203,20 @@ def plan(
 
 
 def _memory_plan(config: EngineConfig) -> MemoryPlan:
-    """The plan that LLM would follow. Reads the checkpoint's config alone, and starts no backend."""
-    from ..models.registry import spec_from_hf
-    from ..sharding.rules import tensor_parallel
-    from .build import open_checkpoint
-    from .memory_plan import available_memory, memory_plan
+    """The plan that LLM would follow on that device. Reads the checkpoint's config alone, and starts no backend.
 
-    model = spec_from_hf(open_checkpoint(config).hf_config)
-    divisors = {axis: config.tensor_parallel_size for axis, name in tensor_parallel().items() if name == "tp"}
-    return memory_plan(config.for_model(model), model, divisors=divisors, available=available_memory())
+    So "auto" is taken for a CPU, and of a GPU the free memory is not known.
+    """
+    from ..models.registry import spec_from_hf
+    from .build import divisors_of, host_memory, open_checkpoint, stored_dtype
+    from .memory_plan import memory_plan
+
+    checkpoint = open_checkpoint(config)
+    model = spec_from_hf(checkpoint.hf_config)
+    device = "cuda" if config.device == "cuda" else "cpu"
+    available = host_memory(config) if device == "cpu" else None
+    config = config.for_model(model, device, stored_dtype(checkpoint))
+    return memory_plan(config, model, divisors=divisors_of(config, model), available=available)
 
 
 def _engine(model: str, backend: str, context: typer.Context, sampling: dict[str, Any]) -> tuple[LLM, SamplingParams]:

@@ -109,6 +109,7 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
     fit = resolved["max_model_len"] == -1
     resolved |= {"max_model_len": None} if fit else {}
     config = EngineConfig(**resolved, given=frozenset(given), fit_model_len=fit)
+    _check_model(config)
     _check_backend(config)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))
 
@@ -152,6 +153,16 @@ def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
             f"block_size {block_size} is not the {layout.block_size} of layout {layout!r}: give one of them"
         )
     return {"layout": layout, "block_size": legal_block_size("block_size", layout.block_size)}
+
+
+def _check_model(c: EngineConfig) -> None:
+    """Refuses what says how to open a checkpoint where there is none."""
+    if not isinstance(c.model, ModelSpec):
+        return
+    if useless := sorted(c.given & {"revision", "download_dir", "hf_overrides"}):
+        raise ValueError(f"{', '.join(useless)}: of use for a checkpoint only, and model is a ModelSpec")
+    if c.load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format {c.load_format!r} with a ModelSpec as model: 'dummy', or weights=, is right")
 
 
 def _check_backend(c: EngineConfig) -> None:

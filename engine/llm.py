@@ -46,7 +46,7 @@ class LLM:
     def __init__(self, model: Any = "smollm2", *, weights: Any = None, **arguments: Any):
         parts = build(engine_config(model, **arguments), weights)
         self.config, self.model, self.backend = parts.config, parts.model, parts.backend
-        self.layout, self.plan = parts.layout, parts.plan
+        self.layout, self.memory_plan = parts.layout, parts.memory_plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.processor = OutputProcessor(self.tokenizer)
@@ -121,19 +121,19 @@ class LLM:
             self.abort(name)
 
     def _pieces(self, family: Family) -> Iterator[str]:
-        sent = 0
+        (member,) = family.members
+        assert member.stream is not None
         while True:
             with self.lock:
-                # before the text: what another thread adds in between must not be missed
-                done, text = family.finished, family.text
-            if len(text) > sent:
-                yield text[sent:]
-                sent = len(text)
-            if family.failed:
-                raise RuntimeError(f"request {family.id!r} ended with an error: a step of the engine failed")
-            if done:
+                piece, ended = member.stream.delta(), member.request.finish_reason
+            if piece:
+                yield piece
+            elif ended == "error":
+                raise RuntimeError(f"request {family.id!r} was ended by a step that failed in another call")
+            elif ended:
                 return
-            self._advance()
+            else:
+                self._advance()
 
     def add_request(
         self,

@@ -23,10 +23,6 @@ class Member:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
-    @property
-    def text(self) -> str:
-        return self.stream.text if self.stream else ""
-
 
 @dataclass(eq=False)
 class Family:
@@ -42,15 +38,6 @@ class Family:
     @property
     def finished(self) -> bool:
         return all(m.request.finish_reason is not None for m in self.members)
-
-    @property
-    def failed(self) -> bool:
-        return any(m.request.finish_reason == "error" for m in self.members)
-
-    @property
-    def text(self) -> str:
-        """What the first sample says so far."""
-        return self.members[0].text
 
 
 class OutputProcessor:
@@ -168,7 +155,7 @@ def _completion(m: Member) -> CompletionOutput:
     r, wanted = m.request, m.request.params.logprobs is not None
     return CompletionOutput(
         index=r.index,
-        text=m.text,
+        text=m.stream.text if m.stream else "",
         token_ids=r.output,
         cumulative_logprob=m.cumulative_logprob if wanted else None,
         logprobs=list(m.logprobs) if wanted else None,

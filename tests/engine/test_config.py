@@ -306,3 +306,12 @@ def test_what_one_backend_lacks_is_refused_there(installed, backend, name, value
         engine_config("m", backend=backend, **{name: value})
     other = {"torch": "jax", "jax": "torch"}[backend]
     assert getattr(engine_config("m", backend=other, **{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("revision", "main"), ("download_dir", "/tmp"), ("hf_overrides", {"rope_theta": 1e4}), ("load_format", "pt")],
+)
+def test_what_opens_a_checkpoint_is_refused_beside_a_spec(name, value):
+    with pytest.raises(ValueError, match=f"{name}.* ModelSpec"):
+        engine_config(SPEC, **{name: value})

@@ -31,7 +31,7 @@ def device_bytes(tree: Any) -> list[int]:
 
 
 def assert_bytes_as_planned(llm: LLM, size: int) -> None:
-    plan, cache = llm.plan, llm.runner.cache
+    plan, cache = llm.memory_plan, llm.runner.cache
     assert device_bytes(llm.runner.weights) == [plan.weights_bytes] * size
     assert device_bytes(cache.groups) == [plan.cache_bytes] * size
     assert device_bytes(cache.rows) == [plan.rows_bytes] * size
