@@ -27,7 +27,7 @@ def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
     """What the K/V of its index-th block depend on beside tokens. The first block's digest reaches all later ones."""
     if index or request.cache_salt is None:
         return ()
-    return (("salt", request.cache_salt.encode()),)
+    return (("salt", request.cache_salt.encode("utf-8", "surrogatepass")),)
 
 
 class BlockManager:
@@ -55,8 +55,12 @@ class BlockManager:
             raise ValueError(f"windows {list(windows)} must be at least 1 token, or None")
         self.windows, self.num_blocks, self.block_size = tuple(windows), tuple(num_blocks), block_size
         self.caching, self.max_num_batched_tokens = enable_prefix_caching, max_num_batched_tokens
-        self.pools = [BlockPool(n, group) for group, n in enumerate(num_blocks)]
         self.windowed = any(w is not None for w in windows)
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts from pools that nobody has used."""
+        self.pools = [BlockPool(n, group) for group, n in enumerate(self.num_blocks)]
 
     def ceil(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""

@@ -34,7 +34,7 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str], hints: Ma
 def integer(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> int:
     """A whole number between low and high."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
-        bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        bounds = f"from {low} to {high}" if high < math.inf else f"of at least {low}" if low > -math.inf else "at all"
         raise ValueError(f"{name} {value!r} is not a whole number {bounds}")
     return int(value)
 

@@ -55,6 +55,7 @@ def admission(r: Request) -> Admission:
         len(r.prompt),
         r.key,
         r.params.row(),
-        r.params.min_tokens if stops else 0,
+        # no request gets beyond its limit, and the device counts in int32
+        min(r.params.min_tokens, r.limit) if stops else 0,
         stops,
     )

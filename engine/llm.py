@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .build import build
+from .checks import integer, sequence
 from .config import engine_config
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
 from .progress import Progress
-from .prompts import Prompt, list_of_messages, list_of_params, list_of_prompts, salt_of, token_ids_of
+from .prompts import (
+    Prompt,
+    check_id,
+    check_params,
+    is_chat,
+    list_of_messages,
+    list_of_params,
+    list_of_prompts,
+    salt_of,
+    template_arguments,
+    token_ids_of,
+)
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
@@ -26,6 +39,8 @@ class LLM:
     `model` is an alias ("smollm2"), a directory, a .gguf file, a hub id, or a ModelSpec of one's own (with `weights=`
     a tree of arrays, or `load_format="dummy"`). The other arguments are vLLM's: docs/engine_arguments.md. Raises
     ValueError for what is wrong in them, NotImplementedError for what is not built yet.
+
+    Threads may share one: whoever runs a step runs it for the requests of all.
     """
 
     def __init__(self, model: Any = "smollm2", *, weights: Any = None, **arguments: Any):
@@ -37,8 +52,9 @@ class LLM:
         self.processor = OutputProcessor(self.tokenizer)
         self.stats = None if self.config.disable_log_stats else StatsLogger(self.scheduler)
         self.unread: Pending | None = None
-        # what got a token, or an error, and was not returned yet; by request id
-        self.news: dict[str, Family] = {}
+        # queued requests with news that step() has not returned yet
+        self.touched: dict[str, Family] = {}
+        self.lock = threading.RLock()
         self.ids, self.num_arrived = itertools.count(), 0
         self.seeds = random.Random(self.config.seed)
 
@@ -56,19 +72,18 @@ class LLM:
         checked before the first runs.
         """
         prompts = list_of_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = list_of_params(sampling_params, len(prompts))
-        if priority is not None and len(priority) != len(prompts):
-            raise ValueError(f"{len(priority)} priorities for {len(prompts)} prompts")
+        params = list_of_params(self._or_default(sampling_params), len(prompts))
+        priorities = [0] * len(prompts) if priority is None else sequence("priority", priority)
+        if len(priorities) != len(prompts):
+            raise ValueError(f"{len(priorities)} priorities for {len(prompts)} prompts")
         names = [self._next_id() for _ in prompts]
-        families = [
-            self._family(name, prompt, p, priority[i] if priority else 0)
-            for i, (name, prompt, p) in enumerate(zip(names, prompts, params, strict=True))
-        ]
-        for name, family, prompt in zip(names, families, prompts, strict=True):
-            self._admit(name, family, prompt)
-        return self._run(names, use_tqdm)
+        each = zip(names, prompts, params, priorities, strict=True)
+        members = [self._members(name, prompt, p, first) for name, prompt, p, first in each]
+        try:
+            families = [self._admit(*each) for each in zip(names, members, prompts, strict=True)]
+            return self._run(families, use_tqdm)
+        finally:
+            self.abort(names)
 
     def chat(
         self,
@@ -76,43 +91,49 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """generate, for one conversation or a list of them. `template` goes to the tokenizer's apply_chat_template."""
         conversations = list_of_messages(messages)
-        prompts = [{"prompt_token_ids": self._chat_ids(c, **template)} for c in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts = [{"prompt_token_ids": self._chat_ids(c, template)} for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Iterator[str]:
         """The text of one completion, piece by piece. `prompt` may also be a list of chat messages.
 
-        Other requests go on meanwhile; leaving the loop early aborts this one. Several streams may be read in turns.
+        Other requests go on meanwhile; leaving the loop early aborts this one. Raises RuntimeError if a step fails
+        that somebody else runs.
         """
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) and "role" in prompt[0]:
-            prompt = {"prompt_token_ids": self._chat_ids(prompt, **template)}
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if params.n != 1 or not params.detokenize or self.tokenizer is None:
-            raise ValueError(
-                f"stream gives one text: n is {params.n}, detokenize is {params.detokenize}, "
-                f"and there is {'no' if self.tokenizer is None else 'a'} tokenizer"
-            )
-        request_id = self._next_id()
-        self.add_request(request_id, prompt, params)
-        (member,) = self.processor.families[request_id].members
-        assert member.stream is not None
+        if is_chat(prompt):
+            prompt = {"prompt_token_ids": self._chat_ids(prompt, template)}
+        elif template:
+            raise ValueError(f"{', '.join(template)}: only a list of chat messages goes through a chat template")
+        params = check_params(self._or_default(sampling_params))
+        self.get_tokenizer()
+        if params.n != 1 or not params.detokenize:
+            raise ValueError(f"stream gives one text: n is {params.n}, detokenize is {params.detokenize}")
+        name = self._next_id()
+        members = self._members(name, prompt, params)
         try:
-            while True:
-                if piece := member.stream.delta():
-                    yield piece
-                elif member.request.finish_reason == "error":
-                    raise RuntimeError(f"request {request_id!r} was ended by a step that failed in another call")
-                elif member.request.finish_reason:
-                    return
-                else:
-                    self._advance()
-                    self.news.pop(request_id, None)
+            yield from self._pieces(self._admit(name, members, prompt))
         finally:
-            self.abort(request_id)
+            self.abort(name)
+
+    def _pieces(self, family: Family) -> Iterator[str]:
+        (member,) = family.members
+        assert member.stream is not None
+        while True:
+            with self.lock:
+                piece, ended = member.stream.delta(), member.request.finish_reason
+            if piece:
+                yield piece
+            elif ended == "error":
+                raise RuntimeError(f"request {family.id!r} was ended by a step that failed in another call")
+            elif ended:
+                return
+            else:
+                self._advance()
 
     def add_request(
         self,
@@ -124,50 +145,64 @@ class LLM:
         cache_salt: str | None = None,
     ) -> None:
         """Queues one request; step() returns its outputs. Raises ValueError for what can never be served."""
-        self._admit(request_id, self._family(request_id, prompt, params, priority, cache_salt), prompt)
+        members = self._members(request_id, prompt, params, priority, cache_salt)
+        self._admit(request_id, members, prompt, queued=True)
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """Ends requests and frees their blocks at once; ids that are not running are passed over."""
-        for name in [request_id] if isinstance(request_id, str) else request_id:
-            for request in self.processor.requests(name):
-                if request.finish_reason is None:
-                    self.scheduler.finish(request, "abort")
-            self.processor.drop(name)
-            self.news.pop(name, None)
+        names = [request_id] if isinstance(request_id, str) else sequence("request_id", request_id)
+        with self.lock:
+            for name in names:
+                for request in self.processor.requests(name):
+                    if request.finish_reason is None:
+                        self.scheduler.finish(request, "abort")
+                self.processor.drop(name)
+                self.touched.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether step() has anything left to do or to return."""
-        return self.scheduler.has_work or self.unread is not None or bool(self.news)
+        return self.scheduler.has_work or self.unread is not None or bool(self.touched)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what the requests that got a token have so far.
+        """Runs one step; returns what the requests of add_request that got a token have so far.
 
-        Those that a generate() or stream() in between has moved on are among them. If the step fails, all requests
-        end with "error", and the next call returns them.
+        Also of those that got one in the steps of a generate or stream meanwhile, and of those that end with "error"
+        because a step failed: that step's exception went to whoever ran it.
         """
-        self._advance()
-        news, self.news = list(self.news.values()), {}
-        return [self.processor.output(family) for family in news]
+        with self.lock:
+            self._advance()
+            touched, self.touched = self.touched, {}
+            return [self.processor.output(family) for family in touched.values()]
 
-    def _advance(self) -> list[Request]:
+    def _advance(self) -> tuple[int, list[Family]]:
+        """Runs one step, for all. Returns how many tokens it brought, and the families that got them."""
+        with self.lock:
+            try:
+                touched = self._run_step()
+                families = self.processor.families_of(touched)
+                self.touched |= {family.id: family for family in families if family.queued}
+            except BaseException:
+                # half done, here or on the device, or interrupted by the user: nobody can go on from it
+                self._abandon()
+                raise
+            return len(touched), families
+
+    def _run_step(self) -> list[Request]:
         """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous)."""
-        try:
-            plan = self.scheduler.schedule()
-            pending = self.runner.launch(plan) if plan else None
-            if self.config.async_scheduling:
-                pending, self.unread = self.unread, pending
-            touched = self._absorb(pending) if pending else []
-        except BaseException:
-            # a plan, the cache or a token may be half done or lost (Ctrl-C too): nobody can go on from that
-            self.unread = None
-            self.scheduler.abandon()
-            self.runner.reset()
-            self.news |= self.processor.families
-            raise
+        plan = self.scheduler.schedule()
+        pending = self.runner.launch(plan) if plan else None
+        if self.config.async_scheduling:
+            pending, self.unread = self.unread, pending
+        touched = self._absorb(pending) if pending else []
         if self.stats:
             self.stats.after_step(len(touched))
-        self.news |= {family.id: family for family in self.processor.families_of(touched)}
         return touched
+
+    def _abandon(self) -> None:
+        """Ends all requests with "error" and starts from an empty cache."""
+        self.unread = None
+        self.scheduler.abandon()
+        self.runner.reset()
+        self.touched |= {family.id: family for family in self.processor.families.values() if family.queued}
 
     def _absorb(self, pending: Pending) -> list[Request]:
         """Takes in what a step sampled. Returns the requests that got a token, ended ones included."""
@@ -185,51 +220,57 @@ class LLM:
                 request.finish_reason, request.stop_reason = "stop", stop
         return touched
 
-    def _run(self, family_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        wanted = set(family_ids)
-        try:
-            with Progress(len(wanted), use_tqdm) as bar:
-                while len(done) < len(wanted):
-                    touched = self._advance()
-                    mine = [self.news.pop(name) for name in wanted & self.news.keys()]
-                    ended = {f.id: self.processor.output(f) for f in mine if f.finished}
-                    bar.advance(len(touched), len(ended))
-                    done |= ended
-        finally:
-            self.abort([i for i in family_ids if i not in done])
-        return [done[i] for i in family_ids]
+    def _run(self, families: Sequence[Family], use_tqdm: bool) -> list[RequestOutput]:
+        left = list(families)
+        with Progress(len(families), use_tqdm) as bar:
+            while left:
+                # others may run the steps in which they end
+                if left[-1].finished:
+                    left.pop()
+                    continue
+                num_tokens, touched = self._advance()
+                bar.advance(num_tokens, sum(f.finished for f in touched if not f.queued))
+        with self.lock:
+            return [self.processor.output(family) for family in families]
 
-    def _family(
+    def _members(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> list[Request]:
         """The n requests of one prompt, checked but not queued. The first computes the prompt for all."""
-        if priority and self.config.scheduling_policy != "priority":
+        check_id(request_id)
+        if integer("priority", priority) and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
-        names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-        if taken := [name for name in (request_id, *names) if name in self.processor]:
-            raise ValueError(f"request id {taken[0]!r} is in use")
         ids = token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
-        eos = frozenset() if params.ignore_eos else self.eos_ids
-        params = params.resolve(
-            self.model.vocab_size, self.config.max_logprobs, has_tokenizer=self.tokenizer is not None, eos_ids=eos
-        )
-        seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
+        params, eos = self._resolved(params)
         salt = salt_of(prompt, cache_salt)
+        seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
         family: list[Request] = []
-        for i, name in enumerate(names):
+        for i in range(params.n):
+            name = request_id if params.n == 1 else f"{i}_{request_id}"
             request = Request(name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i)
             request.first = family[0] if family else None
-            self.scheduler.check(request)
             family.append(request)
+        self.processor.check_free(request_id, family)
+        # what it looks at is the same in all n
+        self.scheduler.check(family[0])
         return family
 
-    def _admit(self, name: str, family: list[Request], prompt: Prompt) -> None:
-        for request in family:
-            request.arrival = self.num_arrived
-            self.num_arrived += 1
-            self.scheduler.add(request)
-        self.processor.add(name, family, prompt)
+    def _resolved(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
+        """The params as this engine understands them, and the ids that end the request's text."""
+        eos = frozenset() if check_params(params).ignore_eos else self.eos_ids
+        has_tokenizer = self.tokenizer is not None
+        return params.resolve(
+            self.model.vocab_size, self.config.max_logprobs, has_tokenizer=has_tokenizer, eos_ids=eos
+        ), eos
+
+    def _admit(self, name: str, members: list[Request], prompt: Prompt, *, queued: bool = False) -> Family:
+        with self.lock:
+            family = self.processor.add(name, members, prompt, queued)
+            for request in members:
+                request.arrival = self.num_arrived
+                self.num_arrived += 1
+                self.scheduler.add(request)
+            return family
 
     def _next_id(self) -> str:
         """A request id that is not in use."""
@@ -237,8 +278,11 @@ class LLM:
             pass
         return name
 
-    def _chat_ids(self, messages: Sequence[dict[str, Any]], **template: Any) -> list[int]:
-        return self.get_tokenizer().apply_chat_template(messages, **template)
+    def _chat_ids(self, messages: Sequence[Any], template: Mapping[str, Any]) -> list[int]:
+        return self.get_tokenizer().apply_chat_template(messages, **template_arguments(template))
+
+    def _or_default(self, params: Any) -> Any:
+        return self.get_default_sampling_params() if params is None else params
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

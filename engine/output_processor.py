@@ -31,6 +31,7 @@ class Family:
     id: str
     prompt: str | None
     members: list[Member]
+    queued: bool  # by add_request: LLM.step returns its outputs
     arrival_time: float
     first_token_time: float | None = None
 
@@ -50,13 +51,21 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.families or request_id in self.home
 
-    def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt) -> None:
+    def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt, queued: bool) -> Family:
         """Takes in the n requests of one prompt."""
+        self.check_free(family_id, requests)
         members = [Member(r, self._stream(r)) for r in requests]
-        family = Family(family_id, text_of(prompt), members, time.time())
+        family = Family(family_id, text_of(prompt), members, queued, time.time())
         self.families[family_id] = family
         for m in members:
             self.home[m.request.id] = (family, m)
+        return family
+
+    def check_free(self, family_id: str, requests: Sequence[Request]) -> None:
+        """Raises ValueError if one of these ids is in use, the n samples' own included."""
+        for name in (family_id, *(r.id for r in requests)):
+            if name in self:
+                raise ValueError(f"request id {name!r} is in use")
 
     def _stream(self, request: Request) -> TextStream | None:
         if self.tokenizer is None or not request.params.detokenize:

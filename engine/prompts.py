@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from .checks import UnknownArgumentError
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
+EXAMPLE = "{'role': 'user', 'content': 'Hi'}"
+# known of vLLM's chat; unnamed they would pass for variables of the template
+LATER = ("lora_request", "mm_processor_kwargs", "chat_template_content_format")
 KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 FORMS = 'a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int, ...]}'
 
@@ -18,7 +22,7 @@ def list_of_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts {prompts!r}: a prompt is {FORMS}, or give a list of these")
     if prompts and isinstance(prompts[0], Integral):
         return [prompts]
@@ -36,11 +40,54 @@ def list_of_params(params: Any, num_prompts: int) -> list[SamplingParams]:
     return list(params)
 
 
-def list_of_messages(messages: Sequence[Any]) -> list[Sequence[dict[str, Any]]]:
+def check_params(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params {params!r} is not a SamplingParams")
+    return params
+
+
+def check_id(request_id: Any) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise ValueError(f"request id {request_id!r} is not a string of at least one character")
+
+
+def list_of_messages(messages: Any) -> list[Sequence[Any]]:
     """One conversation or many, as a list."""
-    if not messages:
-        raise ValueError("messages is empty: give at least one, like {'role': 'user', 'content': 'Hi'}")
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise ValueError(f"messages {messages!r} is not a list of at least one, like {EXAMPLE}")
+    if not isinstance(messages[0], Sequence):
+        return [messages]
+    for one in messages:
+        if not isinstance(one, Sequence) or isinstance(one, str | bytes):
+            raise ValueError(f"conversation {one!r} is not a list of messages like {EXAMPLE}")
+    return list(messages)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether this is a list of chat messages: no form of a prompt is a list of dicts."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes to apply_chat_template. vLLM's chat_template_kwargs are variables, as all others are."""
+    arguments = dict(given)
+    more = arguments.pop("chat_template_kwargs", None)
+    if more is not None and not isinstance(more, Mapping):
+        raise ValueError(f"chat_template_kwargs {more!r} is not a dict")
+    if "tokenize" in (arguments := arguments | dict(more or {})):
+        raise UnknownArgumentError("unknown argument 'tokenize': the model wants ids; a tokenizer gives the text")
+    for name in LATER:
+        if arguments.get(name) is not None:
+            raise NotImplementedError(f"{name}={arguments[name]!r} is not supported yet")
+    return arguments
+
+
+def salt_of(prompt: Prompt, default: str | None) -> str | None:
+    """The prompt's own cache_salt, else the default. Raises ValueError for one that is not text."""
+    salt = prompt.get("cache_salt", default) if isinstance(prompt, Mapping) else default
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"cache_salt {salt!r} is not a string of at least one character")
+    return salt
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
@@ -58,15 +105,11 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         ids = _checked_ids(prompt, vocab_size)
     if not ids:
         raise ValueError("the prompt is empty: it needs at least one token")
+    if max(ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {max(ids)}, and the model's go to {vocab_size - 1}: do they match?"
+        )
     return ids
-
-
-def salt_of(prompt: Prompt, default: str | None) -> str | None:
-    """The prompt's own cache_salt, else the default. Raises ValueError for one that is not text."""
-    salt = prompt.get("cache_salt", default) if isinstance(prompt, Mapping) else default
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValueError(f"cache_salt {salt!r} is not a string of at least one character")
-    return salt
 
 
 def text_of(prompt: Prompt) -> str | None:

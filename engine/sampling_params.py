@@ -168,7 +168,9 @@ class SamplingParams(NotYet):
                 f"logprobs {self.logprobs} asks for {logprobs} a token: more than {limit}, which max_logprobs "
                 f"{max_logprobs} and a vocabulary of {vocab_size} allow"
             )
-        return self.clone(logprobs=logprobs, detokenize=self.detokenize and has_tokenizer)
+        # more than all is all; the device keeps it as a float
+        top_k = 0 if self.top_k >= vocab_size else self.top_k
+        return self.clone(logprobs=logprobs, top_k=top_k, detokenize=self.detokenize and has_tokenizer)
 
 
 def request_key(seed: int, index: int = 0) -> tuple[int, int]:

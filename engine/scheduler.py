@@ -71,17 +71,20 @@ class Scheduler:
             )
         self.config, self.blocks = config, blocks
         self.spare_blocks = int(config.watermark * min(blocks.num_blocks))
-        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self.alive: dict[str, Request] = {}
-        self.running: dict[Request, None] = {}  # in order of admission
-        self.waiting: FcfsQueue | PriorityQueue = QUEUES[config.policy]()
-        # tokens in flight of requests that have ended, by id: they are dropped when read
-        self.orphans: dict[str, int] = {}
         self.events: list[tuple[str, Reason]] = []  # reasons that the next plan reports
         self.step = self.first_step = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # computed, after a preemption again; hits are not
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache, at first admissions
+        self._clear()
+
+    def _clear(self) -> None:
+        self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self.alive: dict[str, Request] = {}
+        self.running: dict[Request, None] = {}  # in order of admission
+        self.waiting: FcfsQueue | PriorityQueue = QUEUES[self.config.policy]()
+        # tokens in flight of requests that have ended, by id: they are dropped when read
+        self.orphans: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -178,13 +181,15 @@ class Scheduler:
     def abandon(self) -> None:
         """Ends all requests with "error", voids all that is in flight, and empties the prefix cache.
 
-        For a failed launch: blocks count as computed once they are scheduled, so none of them is to be trusted.
+        For a failed step: blocks count as computed once they are scheduled, so none of them is to be trusted. It may
+        have been interrupted anywhere, in here too, so everything starts anew, whatever it looks like.
         """
-        for r in list(self.alive.values()):
-            self.finish(r, Reason.ERROR)
-        self.orphans.clear()
+        for r in self.alive.values():
+            self.events.append((r.id, Reason.ERROR))
+            r.finish_reason, r.in_flight, r.row, r.blocks = str(Reason.ERROR), 0, None, []
         self.first_step = self.step
-        self.blocks.reset()
+        self.blocks.clear()
+        self._clear()
 
     def dump(self) -> dict[str, Any]:
         """The whole state, requests included, as a JSON-able value."""
