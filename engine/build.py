@@ -17,9 +17,11 @@ from ..sharding.rules import check_divides, tensor_parallel
 from .backend import Backend, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
+from .checks import integer
 from .config import EngineConfig
+from .json_file import read_json
 from .loading.cache_dir import cache_dir
-from .loading.checkpoint import Checkpoint, open_model, read_json
+from .loading.checkpoint import Checkpoint, open_model
 from .loading.weights import dummy_weights, load_weights
 from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .runner import Runner
@@ -203,7 +205,7 @@ def _eos_ids(checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> froz
         checkpoint.hf_config.get("eos_token_id") if checkpoint else None,
     ):
         found |= set(value) if isinstance(value, list) else {value} if value is not None else set()
-    return frozenset(found)
+    return frozenset(integer("eos_token_id", i) for i in found)
 
 
 def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:

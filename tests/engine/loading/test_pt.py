@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,4 +69,18 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, capsys):
 
 def test_a_folder_without_any_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected pytorch_model\.bin\.index\.json or .*, found neither"):
+        source_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, torch.zeros(3)], ids=["list", "numbers", "tensor"])
+def test_a_file_of_something_else_is_named(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: expected a dict of tensors"):
+        source_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"\x80\x02", b"PK\x03\x04"], ids=repr)
+def test_a_file_of_junk_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin \(\d bytes\) is truncated, corrupt or no torch file"):
         source_of_folder(tmp_path)
