@@ -49,7 +49,10 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarra
 
 
 def sampling_columns(params: SamplingParams | Sequence[SamplingParams], num_seqs: int) -> dict[str, np.ndarray]:
-    """The rows of CacheState.rows that sampling reads, for `generate(columns=...)`."""
+    """The rows of CacheState.rows that sampling reads, for `generate(columns=...)`. A seed of None is 0.
+
+    What concerns the end or the output (max_tokens, ignore_eos, logprobs, text) is for generate's own arguments to say.
+    """
     params = [params] * num_seqs if isinstance(params, SamplingParams) else list(params)
     if len(params) != num_seqs:
         raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")

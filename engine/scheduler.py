@@ -17,7 +17,7 @@ from .draft import Draft, admission
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
-from .waiting import QUEUES, FcfsQueue, PriorityQueue, rank
+from .waiting import QUEUES, WaitingQueue, rank
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Scheduler:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.alive: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in order of admission
-        self.waiting: FcfsQueue | PriorityQueue = QUEUES[self.config.policy]()
+        self.waiting: WaitingQueue = QUEUES[self.config.policy]()
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
 

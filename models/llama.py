@@ -33,6 +33,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"windows names {len(self.windows)} layers, num_layers is {self.num_layers}")
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:

@@ -50,9 +50,6 @@ def tensor_parallel() -> ShardingRules:
     return ShardingRules({"kv_heads": "tp", "mlp": "tp", "vocab": "tp"})
 
 
-PRESETS = {"tp": tensor_parallel}
-
-
 def check_divides(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
     """Raises ValueError unless every array of a tree of ArraySpecs splits evenly; the message says what would."""
     sizes: dict[str, int] = {}

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from .tree import Leaf, leaves_of
 log = logging.getLogger(__name__)
 
 CONVERTER = 1  # raise it when the same file would be converted to other numbers
+ABANDONED = 3600  # seconds without a write
 DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -99,9 +101,18 @@ def keeping(path: Path, leaves: list[Leaf]) -> Iterator[Callable[[Leaf, np.ndarr
     except BaseException:
         os.unlink(partial)
         raise
-    for older in path.parent.glob(path.name[: -len("12345678.safetensors")] + "*.safetensors"):
-        if older != path:
-            older.unlink(missing_ok=True)
+    _remove_leftovers(path)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Deletes what else there is of the checkpoint and dtype: older files, and what a killed process left half-written.
+
+    A half-written file that is younger than ABANDONED may still be another process's.
+    """
+    for other in path.parent.glob(path.name[: -len("12345678.safetensors")] + "*"):
+        with suppress(FileNotFoundError):
+            if other != path and (other.suffix != ".partial" or time.time() - other.stat().st_mtime > ABANDONED):
+                other.unlink()
 
 
 def checksum(x: np.ndarray) -> str:

@@ -36,6 +36,11 @@ def test_three_cache_groups_agree_with_the_oracle(backend, chunk):
     np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance("float32", "logits"))
 
 
+def test_windows_are_one_a_layer():
+    with pytest.raises(ValueError, match="windows names 3 layers, num_layers is 4"):
+        replace(CONFIG, windows=(None, 8, 50))
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.skipif("torch" not in BACKENDS, reason="the JAX backend refuses bfloat16 on a CPU")
 def test_bfloat16_stays_near_the_oracle(name):

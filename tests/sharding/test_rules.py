@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.models.interface import ArraySpec
-from octavo.sharding.rules import PRESETS, ShardingRules, check_divides, tensor_parallel
+from octavo.sharding.rules import ShardingRules, check_divides, tensor_parallel
 
 SPECS = {
     "layers": [
@@ -17,7 +17,6 @@ SPECS = {
 
 def test_tensor_parallel_shares_heads_mlp_and_vocabulary():
     assert dict(tensor_parallel()) == {"kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
-    assert PRESETS["tp"] is tensor_parallel
 
 
 def test_axes_without_a_rule_are_replicated():

@@ -139,6 +139,18 @@ def test_another_arrangement_replaces_the_file(path, cache):
     assert new != old
 
 
+def test_what_a_killed_process_left_is_deleted_in_time(path, cache):
+    _load(path)
+    (file,) = cache.iterdir()
+    file.unlink()
+    old, young = (file.with_name(f"{file.stem}.{name}.partial") for name in ("old", "young"))
+    for partial in (old, young):
+        partial.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    _load(path)
+    assert set(cache.iterdir()) == {file, young}
+
+
 def test_a_load_that_fails_leaves_nothing_behind(path, cache):
     class Failing(NumpyBackend):
         def place_weight(self, x, spec):
