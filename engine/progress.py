@@ -7,16 +7,19 @@ from types import TracebackType
 
 
 class Progress:
-    """Counts finished requests and generated tokens; draws nothing when not wanted. A context manager."""
+    """Counts finished requests and generated tokens; draws on stderr, and only when wanted. A context manager."""
 
     def __init__(self, total: int, wanted: bool):
         self.num_tokens, self.start, self.bar = 0, time.perf_counter(), None
         if wanted:
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
 
             columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self.bar = Bar(*columns, TextColumn("{task.fields[speed]}"), transient=False)
+            # stdout may be a file of results
+            console = Console(stderr=True)
+            self.bar = Bar(*columns, TextColumn("{task.fields[speed]}"), transient=False, console=console)
             self.task = self.bar.add_task("", total=total, speed="")
 
     def __enter__(self) -> Progress:

@@ -165,6 +165,12 @@ def test_threads_share_an_engine(backend: str) -> None:
     assert_empty(llm)
 
 
+def test_the_progress_bar_keeps_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    engine().generate([PROMPTS[1]], params(2), use_tqdm=True)
+    captured = capsys.readouterr()
+    assert captured.out == "" and "generating" in captured.err
+
+
 def test_ids_of_samples_are_in_use_too() -> None:
     llm = engine()
     llm.add_request("1_x", PROMPTS[1], params(4))
