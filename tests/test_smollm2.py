@@ -125,10 +125,16 @@ def hf_logits() -> list[tuple[np.ndarray, float]]:
 
 @pytest.mark.slow
 def test_logits_are_those_of_transformers(llm: LLM, hf_logits: list[tuple[np.ndarray, float]]) -> None:
+    """Within the tolerance of a checkpoint; where transformers itself is further from fp64, within 3x that."""
     worst: dict[str, tuple[float, float]] = {}
+    wrong = []
     for e, (want, own_error) in zip(ENTRIES, hf_logits, strict=True):
         error = float(np.abs(forced_logits(llm, e["ids"] + e["tokens"]) - want).max())
-        bound = tolerance("float32", "checkpoint") if e["kind"] in ("natural", "chat", "long") else 3 * own_error
+        bound = tolerance("float32", "checkpoint")
+        if e["kind"] not in ("natural", "chat"):
+            bound = max(bound, 3 * own_error)
         worst[e["kind"]] = max(worst.get(e["kind"], (0.0, 0.0)), (error, own_error))
-        assert error < bound, (e["prompt"], error, own_error)
+        if not error < bound:
+            wrong.append((e["prompt"], error, own_error))
     print(f"{llm.backend.name}: kind -> (largest logit error, transformers' own) {worst}")
+    assert not wrong
