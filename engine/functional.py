@@ -7,6 +7,7 @@ In torch the same lines run eagerly. Greedy and seeded tokens are those of `LLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,64 +79,96 @@ def generate(
     backend: Backend,
     layout: CacheLayout,
     columns: dict[str, Array] | None = None,
-    variant: str = "greedy",
+    variant: str | None = None,
     eos: int = -1,
 ) -> Generated:
     """Prompts to tokens, until every sequence has max_tokens or has sampled `eos` (-1: never).
 
-    prompts_SL and lengths_S are int32, as `pad_prompts` makes them; weights is the model's tree, in any values. Give
-    `variant` the largest of the params' (`SamplingParams.variant`). Consumes the cache: with JAX donate it, or keep it.
+    prompts_SL and lengths_S are int32, as `pad_prompts` makes them; weights is the model's tree, in any values. Without
+    `columns` the tokens are greedy; with them the sampler is the whole one, unless `variant` names a smaller one that
+    suffices for all (the largest of `SamplingParams.variant`). Consumes the cache: with JAX donate it, or keep it.
     """
+    variant = variant or ("truncate" if columns else "greedy")
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
-    seqs, longest = prompts_SL.shape
-    room = cache.rows["tokens"].shape[1]
-    if cache.rows["tokens"].shape[0] != seqs + 1 or longest + max_tokens > room:
-        raise ValueError(
-            f"the cache is for {cache.rows['tokens'].shape[0] - 1} sequences of {room} tokens, not for {seqs} of "
-            f"{longest} + {max_tokens}: make it with init_cache(..., {seqs}, {longest}, {max_tokens})"
-        )
+    _check_room(cache, prompts_SL.shape, max_tokens)
     prompts_SL, lengths_S, columns = backend.own((prompts_SL, lengths_S, columns or {}))
+    ops, xp, (seqs, longest) = backend.ops, backend.ops.xp, prompts_SL.shape
     with backend.scope():
         cache = backend.consume(cache)
-        return _generate(
-            weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos
+        cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, columns, ops))
+        batch = _batch(weights, cache, lengths_S, model, layout, ops, variant)
+
+        def body(state: tuple) -> tuple:
+            cache, alive_S, made_S, logprobs_SM, n = state
+            cache, ids_S, picked_S = batch.step(cache, xp.astype(alive_S, xp.int32), seqs, True)
+            made_S = made_S + xp.astype(alive_S, xp.int32)
+            logprobs_SM = ops.scatter(logprobs_SM, (batch.seq_S, batch.seq_S * 0 + n), picked_S)
+            return cache, alive_S & (ids_S != eos), made_S, logprobs_SM, n + 1
+
+        def goes_on(state: tuple) -> Array:
+            return xp.any(state[1]) & (state[4] < max_tokens)
+
+        cache, ids_S, picked_S = batch.step(cache, lengths_S, seqs * longest, False)
+        column_M, ones_S = ops.arange(max_tokens, like=lengths_S), xp.ones_like(lengths_S)
+        logprobs_SM = xp.where(column_M[None] == 0, picked_S[:, None], 0.0)
+        state = (cache, ids_S != eos, ones_S, logprobs_SM, ones_S[0])
+        cache, _, made_S, logprobs_SM, _ = ops.loop(goes_on, body, state)
+        place_SM = lengths_S[:, None] + column_M[None]
+        return Generated(cache.rows["tokens"][batch.seq_S[:, None], place_SM], logprobs_SM, made_S, cache)
+
+
+def _check_room(cache: CacheState, shape: tuple[int, int], max_tokens: int) -> None:
+    (seqs, longest), (rows, room) = shape, cache.rows["tokens"].shape
+    if rows != seqs + 1 or longest + max_tokens > room:
+        raise ValueError(
+            f"the cache is for {rows - 1} sequences of {room} tokens, not for {seqs} of {longest} + {max_tokens}: "
+            f"make it with init_cache(..., {seqs}, {longest}, {max_tokens})"
         )
 
 
-def _generate(weights, cache, prompts_SL, lengths_S, max_tokens, model, backend, layout, columns, variant, eos):
-    ops, xp = backend.ops, backend.ops.xp
-    seqs, longest = prompts_SL.shape
-    seq_S, scratch = ops.arange(seqs, like=lengths_S), seqs
-    width = -(-cache.rows["tokens"].shape[1] // layout.block_size)
-    tables = (1 + seq_S[:, None] * width + ops.arange(width, like=lengths_S)[None],) * len(model.groups)
-    cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, columns, ops))
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences that run together from prompt to end, each in blocks of its own."""
 
-    def one_step(cache: CacheState, counts_S: Array, num_tokens: int, decode: bool) -> tuple[CacheState, Array, Array]:
+    weights: dict[str, Any]
+    model: ModelSpec
+    layout: CacheLayout
+    ops: Any
+    variant: str
+    seq_S: Array
+    tables: tuple[Array, ...]
+
+    def step(
+        self, cache: CacheState, counts_S: Array, num_tokens: int, decode: bool
+    ) -> tuple[CacheState, Array, Array]:
+        """The next counts_S tokens of each; a token of each that has any, and its logprob."""
+        ops, xp, seqs = self.ops, self.ops.xp, self.seq_S.shape[0]
         starts_S1 = xp.concat([xp.zeros_like(counts_S[:1]), xp.astype(xp.cumulative_sum(counts_S, axis=0), xp.int32)])
-        inputs = StepInput(seq_S, starts_S1, tables, num_tokens, decode)
-        hidden, cache = step.forward(weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=seqs)
-        at = Sampling(seq_S, xp.where(counts_S > 0, seq_S, scratch), variant, num_logprobs=0)
-        output, rows = step.head(weights, cache.rows, hidden, at, ops=ops, model=model)
+        inputs = StepInput(self.seq_S, starts_S1, self.tables, num_tokens, decode)
+        hidden, cache = step.forward(
+            self.weights, cache, inputs, ops=ops, model=self.model, layout=self.layout, max_num_seqs=seqs
+        )
+        # those that have ended write to the scratch row
+        rows_R = xp.where(counts_S > 0, self.seq_S, seqs)
+        at = Sampling(self.seq_S, rows_R, self.variant, num_logprobs=0)
+        output, rows = step.head(self.weights, cache.rows, hidden, at, ops=ops, model=self.model)
         return step.with_rows(cache, rows), output.token_ids_R, output.logprobs_R
 
-    def body(state):
-        cache, alive_S, made_S, logprobs_SM, n = state
-        cache, ids_S, picked_S = one_step(cache, xp.astype(alive_S, xp.int32), seqs, True)
-        made_S = made_S + xp.astype(alive_S, xp.int32)
-        logprobs_SM = ops.scatter(logprobs_SM, (seq_S, seq_S * 0 + n), picked_S)
-        return cache, alive_S & (ids_S != eos), made_S, logprobs_SM, n + 1
 
-    def goes_on(state):
-        return xp.any(state[1]) & (state[4] < max_tokens)
-
-    cache, ids_S, picked_S = one_step(cache, lengths_S, seqs * longest, False)
-    column_M = ops.arange(max_tokens, like=lengths_S)
-    logprobs_SM = xp.where(column_M[None] == 0, picked_S[:, None], 0.0)
-    ones_S = xp.ones_like(lengths_S)
-    cache, _, made_S, logprobs_SM, _ = ops.loop(goes_on, body, (cache, ids_S != eos, ones_S, logprobs_SM, ones_S[0]))
-    place_SM = lengths_S[:, None] + column_M[None]
-    return Generated(cache.rows["tokens"][seq_S[:, None], place_SM], logprobs_SM, made_S, cache)
+def _batch(
+    weights: dict[str, Any],
+    cache: CacheState,
+    like: Array,
+    model: ModelSpec,
+    layout: CacheLayout,
+    ops: Any,
+    variant: str,
+) -> _Batch:
+    rows, room = cache.rows["tokens"].shape
+    seq_S, width = ops.arange(rows - 1, like=like), -(-room // layout.block_size)
+    table_SB = 1 + seq_S[:, None] * width + ops.arange(width, like=like)[None]
+    return _Batch(weights, model, layout, ops, variant, seq_S, (table_SB,) * len(model.groups))
 
 
 def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict, ops: Any) -> dict:

@@ -119,6 +119,8 @@ class Runner:
 
     def reset(self) -> None:
         """Starts from an empty cache."""
+        # the old one goes first: there may not be room for two
+        vars(self).pop("cache", None)
         self.cache = empty_cache(self.specs, self.backend)
         self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
 

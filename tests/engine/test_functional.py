@@ -54,6 +54,16 @@ def test_tokens_are_those_of_the_engine(llm: LLM, params: SamplingParams) -> Non
     assert np.asarray(made.num_tokens_S).tolist() == [MANY] * len(PROMPTS)
 
 
+def test_columns_are_never_ignored(llm: LLM) -> None:
+    """Without a variant, sampling params mean what they say."""
+    ids, lengths = pad_prompts(PROMPTS[:4])
+    cache = init_cache(llm.model, llm.backend, llm.layout, *ids.shape, MANY)
+    params = replace(RANDOM, max_tokens=MANY)
+    made = generate(llm.runner.weights, cache, ids, lengths, MANY, model=llm.model, backend=llm.backend,
+                    layout=llm.layout, columns=sampling_columns(params, 4))  # fmt: skip
+    assert np.asarray(made.token_ids_SM).tolist() == tokens(llm, PROMPTS[:4], params)
+
+
 def test_logprobs_are_those_of_the_dense_oracle(llm: LLM) -> None:
     made = run(llm, PROMPTS[:3], replace(RANDOM, max_tokens=MANY))
     for prompt, ids, got in zip(PROMPTS, np.asarray(made.token_ids_SM), np.asarray(made.logprobs_SM), strict=False):
