@@ -92,11 +92,12 @@ def generate(
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
     _check_room(cache, prompts_SL.shape, max_tokens)
-    prompts_SL, lengths_S, columns = backend.own((prompts_SL, lengths_S, columns or {}))
+    given: dict[str, Array] = columns or {}
+    prompts_SL, lengths_S, given = backend.own((prompts_SL, lengths_S, given))
     ops, xp, (seqs, longest) = backend.ops, backend.ops.xp, prompts_SL.shape
     with backend.scope():
         cache = backend.consume(cache)
-        cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, columns, ops))
+        cache = step.with_rows(cache, _fill_rows(cache.rows, prompts_SL, lengths_S, given, ops))
         batch = _batch(weights, cache, lengths_S, model, layout, ops, variant)
 
         def body(state: tuple) -> tuple:
