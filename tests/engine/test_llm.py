@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -309,9 +310,11 @@ def test_host_work_hides_behind_the_device(overlap: bool) -> None:
 
     llm.scheduler.schedule = slow_schedule
     llm.add_request("x", PROMPTS[0], replace(GREEDY, max_tokens=40, ignore_eos=True))
-    start, steps = time.perf_counter(), 0
+    times = []
     while llm.has_unfinished_requests():
+        start = time.perf_counter()
         llm.step()
-        steps += 1
-    mean = (time.perf_counter() - start) / steps
-    assert mean < 0.025 if overlap else mean >= 0.035
+        times.append(time.perf_counter() - start)
+    # the median: a busy machine may lose a step or two
+    usual = statistics.median(times)
+    assert usual < 0.025 if overlap else usual >= 0.035
