@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.sampling import VARIANTS
-from .block_manager import BlockManager, Hit
+from .block_manager import BlockManager
 from .draft import Draft, admission
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
+from .siblings import first_will_compute, fork, may_fork
 from .waiting import QUEUES, WaitingQueue, rank
 
 log = logging.getLogger(__name__)
@@ -322,9 +323,9 @@ class Scheduler:
         """Why this one must wait whatever room there is, and those behind it need not."""
         if r.in_flight:
             return Reason.IN_FLIGHT
-        if not self._may_fork(r) or not self._first_will_compute(r, draft):
+        if not may_fork(r) or not first_will_compute(r, draft):
             return None
-        if r.first not in families and self._fork(r, draft):
+        if r.first not in families and fork(r, self.running, draft, self.blocks):
             return None
         families.add(r.first)
         return Reason.SIBLING
@@ -339,8 +340,8 @@ class Scheduler:
 
     def _admit(self, r: Request, draft: Draft, spare: int) -> Reason | None:
         """Moves the head of the queue to running and commits its first chunk, or returns why not."""
-        fork = self._fork(r, draft) if self._may_fork(r) else None
-        hit = fork or self.blocks.lookup(r)
+        forked = fork(r, self.running, draft, self.blocks) if may_fork(r) else None
+        hit = forked or self.blocks.lookup(r)
         n = self._capped(r, len(r.tokens) - hit.length, draft)
         if n > draft.budget and not self.config.enable_chunked_prefill:
             return Reason.NO_BUDGET
@@ -354,7 +355,7 @@ class Scheduler:
             r.num_cached = hit.length
             self.num_queried_tokens += len(r.tokens)
             self.num_hit_tokens += hit.length
-        started = Reason.RESUMED if r.preemptions else Reason.FORKED if fork else Reason.ADMITTED
+        started = Reason.RESUMED if r.preemptions else Reason.FORKED if forked else Reason.ADMITTED
         draft.reasons.append((r.id, started))
         draft.admitted.append(admission(r))
         draft.writes[r] = [TableWrite(g, r.row, 0, tuple(table)) for g, table in enumerate(r.blocks)]
@@ -417,22 +418,3 @@ class Scheduler:
         running = any(x is not r and (x in draft.committed or not self._ends_unread(x)) for x in self.running)
         rival = running or any(x is not r and not self._set_aside(x, set(), draft) for x in self.waiting)
         return threshold if rival else n
-
-    def _may_fork(self, r: Request) -> bool:
-        """Whether it has nothing but the prompt that it shares with siblings."""
-        return r.first is not None and len(r.tokens) == len(r.prompt) and not r.params.skip_reading_prefix_cache
-
-    def _first_will_compute(self, r: Request, draft: Draft) -> bool:
-        """Whether the first of the family is still at the prompt."""
-        first = r.first
-        assert first is not None
-        at_prompt = first.finish_reason is None and len(first.tokens) == len(first.prompt)
-        return at_prompt and draft.computed_before(first) < len(first.prompt)
-
-    def _fork(self, r: Request, draft: Draft) -> Hit | None:
-        """What a running sibling has computed of the prompt, in earlier steps: transfers come before this one."""
-        for x in self.running:
-            ready = (x is r.first or x.first is r.first) and draft.computed_before(x) >= len(r.prompt)
-            if ready and (hit := self.blocks.fork(r, x)):
-                return hit
-        return None
