@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import zlib
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.interface import CacheLayout, ModelSpec, map_tree
+from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
 from ..models.registry import spec_from_hf
 from ..sharding.rules import check_divides, tensor_parallel
 from .backend import Backend, find_platform, get_backend
@@ -235,6 +236,7 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
         "threads": runner.backend.threads,
         "model": config.model.name if isinstance(config.model, ModelSpec) else str(config.model),
+        "weights_crc32": _checksum(runner),
         "backend": config.backend,
         "dtype": config.dtype,
         "layout": repr(config.layout),
@@ -243,3 +245,11 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
         "num_blocks": list(plan.num_blocks),
         "shapes": {name: list(sizes) for name, sizes in vars(runner.shapes).items()},
     }
+
+
+def _checksum(runner: Runner) -> int:
+    """CRC-32 of all weights as placed, one leaf at a time: of another checkpoint, or dtype, it is another."""
+    crc = 0
+    for leaf in leaves(runner.weights):
+        crc = zlib.crc32(runner.backend.read(leaf).tobytes(), crc)
+    return crc

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import BACKENDS
-from tiny import GREEDY, PROMPTS, RANDOM, VOCAB, engine, tokens
+from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import LLM
 from octavo.engine.step_log import read_log
@@ -108,6 +108,19 @@ def test_a_step_log_replays_to_equal_tokens_and_logits(backend: str, tmp_path: P
         result = fresh.runner.launch(entry.plan).result()
         assert result.token_ids == entry.token_ids and (result.digests or []) == (entry.digests or [])
     assert sum(len(e.digests or []) for e in entries) > 100
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_log_tells_other_weights_apart(backend: str, tmp_path: Path) -> None:
+    """By a hash in its header, equal for equal weights."""
+
+    def header(seed: int) -> dict[str, Any]:
+        path = str(tmp_path / "steps.jsonl")
+        LLM(spec_of(TINY), weights=numpy_weights(TINY, seed), backend=backend, step_log=path)
+        return read_log(path)[0]
+
+    assert header(0) == header(0)
+    assert header(0)["weights_crc32"] != header(1)["weights_crc32"]
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="eager is all there is in torch")
