@@ -1,7 +1,7 @@
 """What an engine did, a line of JSON a step: enough to do it again, and to see whether it came out the same.
 
-The first line is a header: what must be equal for a bit-equal replay (versions, machine, threads, model
-and a hash of its weights, bucket sizes). Each other line holds a plan, the tokens it sampled, and digests of their fp32 logits.
+The first line is a header: what must be equal for a bit-equal replay (versions, machine, threads, model, a hash of its
+weights, bucket sizes). Each other line holds a plan, the tokens it sampled, and digests of their fp32 logits.
 """
 
 from __future__ import annotations
