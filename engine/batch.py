@@ -72,6 +72,13 @@ def padded(values: Sequence[int], size: int, fill: int) -> np.ndarray:
     return out
 
 
+def pack_bits(allowed: np.ndarray) -> np.ndarray:
+    """bool [..., V] as int32 [..., ceil(V / 32)]: id i is bit i % 32 of word i // 32. Bits beyond V are set."""
+    spare = [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)]
+    whole = np.pad(allowed, spare, constant_values=True)
+    return np.packbits(whole, axis=-1, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
 def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_size: int) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
 
@@ -90,11 +97,12 @@ def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_s
 
 
 def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask: np.ndarray | None = None) -> Sampling:
-    """Which hidden rows the head samples. `mask` has one row a sampled chunk; padding allows everything."""
+    """Which hidden rows the head samples. `mask` has one row a sampled chunk, as pack_bits makes it."""
     at = [i for i, c in enumerate(plan.chunks) if c.samples]
     size = at_least(shapes.sampled, len(at))
     if mask is not None:
-        mask = np.concatenate([mask, np.ones((size - len(at), mask.shape[1]), bool)])
+        # padding allows everything
+        mask = np.concatenate([mask, np.full((size - len(at), mask.shape[1]), -1, np.int32)])
     return Sampling(
         padded(at, size, 0),
         padded([plan.chunks[i].row for i in at], size, scratch),

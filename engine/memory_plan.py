@@ -93,7 +93,8 @@ class Planner:
         return max(forward_bytes(self.config, self.model, self.divisors), head_bytes(self.config, self.model))
 
     def rows_bytes(self, length: int) -> int:
-        return sum(spec_bytes(s, "int32", {}) for s in row_specs(self.config.max_num_seqs + 1, length).values())
+        rows = row_specs(self.config.max_num_seqs + 1, length, self.model.vocab_size)
+        return sum(spec_bytes(s, "int32", {}) for s in rows.values())
 
     def blocks(self, length: int) -> list[int]:
         """The most blocks that a sequence of this length holds, in each group (as BlockManager.peak)."""

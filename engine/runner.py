@@ -75,7 +75,7 @@ def cache_specs(
         tuple(layout.spec(model.attention[i], n) for i in group.layers)
         for n, group in zip(num_blocks, model.groups, strict=True)
     )
-    return CacheState(groups, row_specs(max_num_seqs + 1, max_model_len))
+    return CacheState(groups, row_specs(max_num_seqs + 1, max_model_len, model.vocab_size))
 
 
 def empty_cache(specs: CacheState, backend: Backend) -> CacheState:
@@ -138,7 +138,7 @@ class Runner:
         return hidden
 
     def launch_head(self, plan: Plan, hidden: Array, mask: np.ndarray | None = None) -> Pending:
-        """Samples. Apart from the forward, so that a grammar mask (one row a sampled chunk) delays this half alone."""
+        """Samples. Apart from the forward, so that a grammar mask (as sampling_input's) delays this half alone."""
         if not plan.sampled:
             return Pending(plan, None, self.backend)
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask)

@@ -126,7 +126,7 @@ class SamplingParams(NotYet):
     def variant(self) -> str:
         """The smallest head (of sampling.VARIANTS) that can serve this request."""
         if self.min_tokens:
-            return "penalties"
+            return "edits"
         if (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             return "truncate"
         return "sample" if self.temperature else "greedy"

@@ -95,7 +95,7 @@ class Sampling:
     variant: str  # static: one of sampling.VARIANTS
     num_logprobs: int = -1  # static: how many top logprobs; -1: none at all
     digest: bool = False  # static: also hash the logits, for the step log
-    mask_RV: Array | None = None  # grammar; True = allowed. Known late, and only the head waits for it
+    mask_RW: Array | None = None  # grammar, as `sampling.unpack` reads it. Known late, and only the head waits for it
 
 
 @dataclass(frozen=True)

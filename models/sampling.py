@@ -10,13 +10,13 @@ from typing import Any
 
 from .interface import Array, ArraySpec, Output, Sampling
 
-VARIANTS = ("greedy", "sample", "truncate", "penalties")  # each includes those before it
+VARIANTS = ("greedy", "sample", "truncate", "edits", "penalties")  # each includes those before it
 PARAMS = ("temperature", "top_k", "top_p", "min_p")  # columns of rows["params"]
 MAX_STOP_IDS = 64  # ids a row can forbid until min_tokens
 NEVER = float("-inf")
 
 
-def row_specs(num_rows: int, max_model_len: int) -> dict[str, ArraySpec]:
+def row_specs(num_rows: int, max_model_len: int, vocab_size: int) -> dict[str, ArraySpec]:
     """What CacheState.rows holds for each of num_rows rows."""
 
     def row(*shape: int, dtype: str = "int32") -> ArraySpec:
@@ -37,10 +37,12 @@ def sample(logits_RV: Array, rows: dict[str, Array], sampling: Sampling, ops: An
     """The next token of each sampled row, and the logprobs that were asked for."""
     xp, at = ops.xp, sampling.rows_R
     raw_RV = xp.astype(logits_RV, xp.float32)
-    logits_RV = raw_RV if sampling.mask_RV is None else xp.where(sampling.mask_RV, raw_RV, NEVER)
+    logits_RV = raw_RV
+    if sampling.mask_RW is not None:
+        logits_RV = xp.where(unpack(sampling.mask_RW, raw_RV.shape[1], ops), raw_RV, NEVER)
     param = {name: rows["params"][at, i][:, None] for i, name in enumerate(PARAMS)}
     index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
-    if sampling.variant == "penalties":
+    if VARIANTS.index(sampling.variant) >= VARIANTS.index("edits"):
         logits_RV = forbid_stops(logits_RV, rows, at, index_R, ops)
     ids_R = ops.argmax(logits_RV)
     if sampling.variant != "greedy":
@@ -51,6 +53,12 @@ def sample(logits_RV: Array, rows: dict[str, Array], sampling: Sampling, ops: An
         noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1])
         ids_R = xp.where(greedy_R1[:, 0], ids_R, ops.argmax(scaled_RV + noise_RV))
     return logprobs(raw_RV, ids_R, sampling, ops)
+
+
+def unpack(words_RW: Array, size: int, ops: Any) -> Array:
+    """bool [R, size] of int32 [R, W]: bit i % 32 of word i // 32 says whether id i is allowed."""
+    bits_RWB = (words_RW[:, :, None] >> ops.arange(32, like=words_RW)) & 1
+    return bits_RWB.reshape(words_RW.shape[0], -1)[:, :size] > 0
 
 
 def forbid_stops(logits_RV: Array, rows: dict[str, Array], at_R: Array, index_R: Array, ops: Any) -> Array:

@@ -168,7 +168,7 @@ def test_the_variant_is_the_smallest_head_that_serves():
     assert SamplingParams().variant == "sample"
     for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(**cut).variant == "truncate"
-    assert SamplingParams(temperature=0, min_tokens=1).variant == "penalties"
+    assert SamplingParams(temperature=0, min_tokens=1).variant == "edits"
 
 
 def test_the_row_follows_the_sampler():

@@ -329,7 +329,7 @@ def test_add_reads_the_head_off_the_parameters():
     r.eos_ids = frozenset({1})
     s.add(r)
     plan = planned(s)
-    assert (plan.variant, plan.num_logprobs) == ("penalties", 4)
+    assert (plan.variant, plan.num_logprobs) == ("edits", 4)
     (a,) = plan.admitted
     assert (a.params, a.min_tokens, a.stop_ids, a.prompt_len) == ((0.5, 3.0, 1.0, 0.0), 2, (1, 7, 9), 2)
 

@@ -9,6 +9,7 @@ import pytest
 from backends import BACKENDS
 
 from octavo.engine.backend import get_backend
+from octavo.engine.batch import pack_bits
 from octavo.engine.sampling_params import request_key
 from octavo.models import sampling as sampler
 from octavo.models.interface import ArraySpec, Output, Sampling, map_tree
@@ -69,7 +70,17 @@ def _rows(num_rows, *, index=0, seed=0, min_tokens=0, stop_ids=(0,), **params):
 def _sample(backend, logits, rows, variant, mask=None, **static):
     """sampler.sample on all rows: the fields of its Output."""
     at = np.arange(len(logits), dtype=np.int32)
-    return _run(backend, sampler.sample, logits, rows, Sampling(at, at, variant, mask_RV=mask, **static))
+    return _run(
+        backend,
+        sampler.sample,
+        logits,
+        rows,
+        Sampling(at, at, variant, mask_RW=None if mask is None else pack_bits(mask), **static),
+    )
+
+
+def _unpacked(x, rows, words, ops):
+    return sampler.unpack(words, x.shape[1], ops)
 
 
 def _truncated(logits, rows, how, ops):
@@ -191,7 +202,7 @@ def test_stop_ids_cannot_be_sampled_before_min_tokens(backend, temperature):
     logits = _logits(4)
     logits[:, [5, 9]] = 90.0
     rows = _rows(4, temperature=temperature, min_tokens=np.array([0, 2, 3, 4]), stop_ids=(5, 9), index=2)
-    got = _sample(backend, logits, rows, "penalties")["token_ids_R"]
+    got = _sample(backend, logits, rows, "edits")["token_ids_R"]
     assert set(got[:2]) <= {5, 9}
     assert not set(got[2:]) & {5, 9}
     if not temperature:
@@ -202,7 +213,7 @@ def test_stop_ids_cannot_be_sampled_before_min_tokens(backend, temperature):
 def test_min_tokens_leaves_rows_without_stop_ids_alone(backend):
     logits = _logits(3)
     logits[:, 0] = 90.0  # an empty list of stop ids is padded with 0
-    got = _sample(backend, logits, _rows(3, temperature=0.0), "penalties")["token_ids_R"]
+    got = _sample(backend, logits, _rows(3, temperature=0.0), "edits")["token_ids_R"]
     np.testing.assert_array_equal(got, 0)
 
 
@@ -239,6 +250,17 @@ def test_the_digest_is_of_the_raw_logits(backend, variant):
     rows = _rows(3, min_tokens=1, stop_ids=(2,), top_k=3)
     np.testing.assert_array_equal(_sample(backend, logits, rows, variant, digest=True)["digests_R"], plain)
     assert len(set(plain)) == 3
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 97, 128])
+def test_a_packed_mask_is_read_bit_by_bit(backend, size):
+    allowed = np.random.default_rng(size).random((5, size)) < 0.5
+    words = pack_bits(allowed)
+    assert words.dtype == np.int32 and words.shape == (5, -(-size // 32))
+    for r, i in np.ndindex(allowed.shape):
+        assert (int(words[r, i // 32]) >> (i % 32) & 1) == allowed[r, i]
+    got = _run(backend, _unpacked, np.zeros((5, size)), {}, words)
+    np.testing.assert_array_equal(got, allowed)
 
 
 @pytest.mark.parametrize("variant", sampler.VARIANTS)
