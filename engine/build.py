@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
+from ..models.layouts import LAYOUTS
 from ..models.registry import spec_from_hf
 from ..sharding.rules import check_divides, tensor_parallel
 from .backend import Backend, find_platform, get_backend
@@ -25,6 +26,7 @@ from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
 from .loading.weights import dummy_weights, load_weights
 from .memory_plan import MemoryPlan, available_memory, memory_plan
+from .recorded_scheduler import RecordedScheduler
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig
@@ -76,6 +78,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
     )
     if config.warmup == "all":
         log.info("compiled %d programs", runner.warm_up())
+    scheduler = _scheduler(config, plan, model)
     return Parts(
         config=config,
         model=model,
@@ -83,11 +86,11 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         layout=config.layout,
         memory_plan=plan,
         runner=runner,
-        scheduler=_scheduler(config, plan, model),
+        scheduler=scheduler,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(checkpoint, tokenizer),
         default_params=_default_params(config, checkpoint),
-        step_log=StepLog(config.step_log, _log_header(config, plan, runner)) if config.step_log else None,
+        step_log=_step_log(config, plan, runner, scheduler),
     )
 
 
@@ -182,7 +185,8 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
         config.enable_prefix_caching,
         config.max_num_batched_tokens,
     )
-    return Scheduler(
+    kind = RecordedScheduler if config.step_log else Scheduler
+    return kind(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -229,9 +233,22 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict
     return params
 
 
+def _step_log(config: EngineConfig, plan: MemoryPlan, runner: Runner, scheduler: Scheduler) -> StepLog | None:
+    """The log that the scheduler and the LLM write to, if one is asked for."""
+    if not isinstance(scheduler, RecordedScheduler):
+        return None
+    assert config.step_log is not None
+    header = _log_header(config, plan, runner) | {"scheduler": scheduler.dump()}
+    scheduler.log = StepLog(config.step_log, header)
+    return scheduler.log
+
+
 def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[str, Any]:
-    """What must be equal for a bit-equal replay."""
+    """What must be equal for a bit-equal replay, and the arguments to build such an engine with."""
+    names = sorted(config.given - {"model", "step_log", "layout"})
+    layouts = {name: name for name, kind in LAYOUTS.items() if config.layout == kind(config.block_size)}
     return {
+        "arguments": {name: getattr(config, name) for name in names} | {"layout": next(iter(layouts), None)},
         "versions": {name: version(name) for name in (config.backend, "numpy")},
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
         "threads": runner.backend.threads,

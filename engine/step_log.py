@@ -1,7 +1,9 @@
-"""What an engine did, a line of JSON a step: enough to do it again, and to see whether it came out the same.
+"""What an engine did, in lines of JSON: enough to do it again, and to see whether it came out the same.
 
 The first line is a header: what must be equal for a bit-equal replay (versions, machine, threads, model, a hash of its
-weights, bucket sizes). Each other line holds a plan, the tokens it sampled, and digests of their fp32 logits.
+weights, bucket sizes), and the scheduler as it was. The others are in the order in which things happened: what came to
+the scheduler from outside (`add`, `finish` ...), each `plan` it made, and what was `read` of it: the tokens it sampled,
+and digests of their fp32 logits.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -33,27 +35,46 @@ class StepLog:
     def __init__(self, path: str | Path, header: Mapping[str, Any]):
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - it stays open
         weakref.finalize(self, self.file.close)
-        self._write({"format": FORMAT, "header": dict(header)})
+        self.header = dict(header)
+        self.write("header", self.header, format=FORMAT)
+
+    def write(self, kind: str, value: Any, **more: Any) -> None:
+        """Adds a line of one kind."""
+        self.file.write(json.dumps({kind: value, **more}, separators=(",", ":"), default=repr) + "\n")
+
+    def planned(self, plan: Plan) -> None:
+        """Adds a plan, when it is made."""
+        self.write("plan", to_json(plan))
 
     def append(self, plan: Plan, token_ids: Sequence[int], digests: Sequence[int] | None) -> None:
-        """Adds a step. Steps come in the order in which they were launched."""
-        read = None if digests is None else list(digests)
-        self._write({"plan": to_json(plan), "tokens": list(token_ids), "digests": read})
+        """Adds what a step sampled, when it is read. Steps are read in the order in which they were launched."""
+        self.write("read", plan.step, tokens=list(token_ids), digests=None if digests is None else list(digests))
 
     def close(self) -> None:
         self.file.close()
 
-    def _write(self, value: dict[str, Any]) -> None:
-        self.file.write(json.dumps(value, separators=(",", ":")) + "\n")
 
-
-def read_log(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
-    """The header and the steps of a log. Raises ValueError for a line that is cut short, and for another format."""
+def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the other lines of a log. Raises ValueError for a line cut short, and for another format."""
     lines = Path(path).read_text().splitlines()
     values = [_parsed(line, i, path) for i, line in enumerate(lines, 1)]
     if not values or values[0].get("format") != FORMAT:
         raise ValueError(f"{path} is not a step log of format {FORMAT}: {lines[0][:80] if lines else 'it is empty'}")
-    return values[0]["header"], [Entry(from_json(v["plan"]), v["tokens"], v["digests"]) for v in values[1:]]
+    return values[0]["header"], values[1:]
+
+
+def read_log(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
+    """The header of a log and its steps, those that were read."""
+    header, lines = read_lines(path)
+    plans, entries = {}, []
+    for number, line in enumerate(lines, 2):
+        if "plan" in line:
+            plans[line["plan"]["step"]] = from_json(line["plan"])
+        elif "read" in line:
+            if line["read"] not in plans:
+                raise ValueError(f"{path}: line {number} reads step {line['read']}, which no line before it plans")
+            entries.append(Entry(plans[line["read"]], line["tokens"], line["digests"]))
+    return header, entries
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

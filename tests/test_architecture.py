@@ -150,8 +150,8 @@ PLANTED = {
     ),
     "a bare except": ("engine/a.py", "try:\n    f()\nexcept:\n    raise", "engine/a.py:3: catches everything"),
     "a long file": ("engine/a.py", "x = 1\n" * (MAX_LINES + 1), "engine/a.py:451: more than 450 lines"),
-    "a package that is not listed": ("engine/lab/a.py", "", "package octavo.engine.lab is not listed"),
-    "a folder without __init__": ("engine/lab/a.py", "", "engine/lab:1: no __init__.py"),
+    "a package that is not listed": ("engine/odd/a.py", "", "package octavo.engine.odd is not listed"),
+    "a folder without __init__": ("engine/odd/a.py", "", "engine/odd:1: no __init__.py"),
 }
 
 

@@ -38,6 +38,9 @@ def test_plan_survives_json(plan):
 def test_log_gives_back_header_and_steps(tmp_path):
     header = {"versions": {"jax": "0.10.2"}, "threads": 2, "buckets": [1, 2]}
     log = StepLog(tmp_path / "log", header)
+    log.planned(PLANS[0])
+    log.write("add", {"id": "b"})
+    log.planned(PLANS[1])
     log.append(PLANS[0], [17], [-5])
     log.append(PLANS[1], [3], None)
     # not closed: a log must be whole after every step
@@ -47,7 +50,7 @@ def test_log_gives_back_header_and_steps(tmp_path):
 
 def test_line_cut_short_is_named(tmp_path):
     log = StepLog(tmp_path / "log", {})
-    log.append(PLANS[0], [17], [-5])
+    log.planned(PLANS[0])
     log.close()
     text = (tmp_path / "log").read_text()
     (tmp_path / "log").write_text(text[:-9])
@@ -58,5 +61,12 @@ def test_line_cut_short_is_named(tmp_path):
 @pytest.mark.parametrize("text", ["", '{"format":99,"header":{}}\n', "{}\n"], ids=["empty", "newer", "other"])
 def test_other_format_is_refused(tmp_path, text):
     (tmp_path / "log").write_text(text)
-    with pytest.raises(ValueError, match="not a step log of format 1"):
+    with pytest.raises(ValueError, match="not a step log of format 2"):
+        read_log(tmp_path / "log")
+
+
+def test_a_step_that_nobody_planned_is_named(tmp_path):
+    log = StepLog(tmp_path / "log", {})
+    log.append(PLANS[0], [17], [-5])
+    with pytest.raises(ValueError, match="line 2 reads step 0"):
         read_log(tmp_path / "log")

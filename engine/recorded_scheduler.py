@@ -1,0 +1,70 @@
+"""The scheduler, with everything that comes to it from outside written to a step log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .block_manager import BlockManager
+from .plan import Plan
+from .request import Request
+from .scheduler import Scheduler, SchedulerConfig
+from .scheduler_state import dump_requests, load_requests
+from .step_log import StepLog
+
+
+class RecordedScheduler(Scheduler):
+    """Decides as a Scheduler does. Its log can be run again with `rerun`: equal events lead to equal plans."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager):
+        super().__init__(config, blocks)
+        self.log: StepLog | None = None
+        self.updating = False
+
+    def add(self, r: Request) -> None:
+        super().add(r)
+        self._write("add", request_to_json(r))
+
+    def schedule(self) -> Plan | None:
+        plan = super().schedule()
+        if plan is not None and self.log is not None:
+            self.log.planned(plan)
+        return plan
+
+    def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:
+        self.updating = True
+        try:
+            return super().update(plan, token_ids)
+        finally:
+            self.updating = False
+
+    def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        super().finish(r, reason, stop_reason)
+        # ends that follow from the tokens need no telling
+        if not self.updating:
+            self._write("finish", [r.id, str(reason), stop_reason])
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._write("abandon", self.step)
+
+    def reset_prefix_cache(self) -> bool:
+        self._write("reset_prefix_cache", self.step)
+        return super().reset_prefix_cache()
+
+    def _write(self, kind: str, value: Any) -> None:
+        if self.log is not None:
+            self.log.write(kind, value)
+
+
+def request_to_json(r: Request) -> dict[str, Any]:
+    """A request that has just been added; its sibling `first` by id."""
+    (value, *_) = dump_requests([r])
+    return value | {"first": None if r.first is None else r.first.id}
+
+
+def request_from_json(value: dict[str, Any], families: dict[str, Request]) -> Request:
+    """The request that was added. `families` holds those added before it, by id."""
+    (r,) = load_requests([value | {"first": None}])
+    r.first = None if value["first"] is None else families[value["first"]]
+    return r

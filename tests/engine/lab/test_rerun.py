@@ -1,0 +1,112 @@
+"""A logged run's decisions are made again, and its requests' stories told, from the log alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
+
+from octavo.engine.lab.explain import explain
+from octavo.engine.lab.rerun import rerun
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "synchronous"])
+def log_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with preemptions, prefix hits, forks, an abort, a stop string's kind of end, and a reset cache."""
+    path = tmp_path_factory.mktemp("log") / "steps.jsonl"
+    logging.getLogger("octavo").setLevel(logging.ERROR)
+    llm = engine(num_gpu_blocks_override=15, max_model_len=104, step_log=str(path), async_scheduling=request.param)
+    tokens(llm, PROMPTS[:7], RANDOM)
+    assert llm.reset_prefix_cache()
+    tokens(llm, [PROMPTS[3]], replace(RANDOM, n=3))
+    for name in ("aborted", "kept"):
+        llm.add_request(name, PROMPTS[0], GREEDY)
+    for _ in range(4):
+        llm.step()
+    llm.abort("aborted")
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert llm.scheduler.num_preemptions > 2
+    return path
+
+
+def test_every_decision_is_made_again(log_path):
+    found = rerun(log_path)
+    assert found.difference is None
+    assert len(found.requests) == 12 and found.num_steps > 100
+
+
+def _altered(path: Path, target: Path, change: Any) -> int:
+    """A copy in which `change` has altered one line, the first for which it returns True; that line's number."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    number = next(i for i, line in enumerate(lines, 1) if change(line))
+    target.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return number
+
+
+def _one_chunk_longer(line):
+    if line.get("plan", {}).get("step") != 20:
+        return False
+    line["plan"]["chunks"][-1][3] += 1
+    return True
+
+
+def _another_block(line):
+    if not line.get("plan", {}).get("table_writes") or line["plan"]["step"] < 20:
+        return False
+    line["plan"]["table_writes"][0][3][0] += 1
+    return True
+
+
+def _a_reason_less(line):
+    return line.get("plan", {}).get("step", 0) > 20 and line["plan"].pop("reasons", None) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(_one_chunk_longer, "chunks"), (_another_block, "table_writes"), (_a_reason_less, "reasons")],
+    ids=["chunk", "block", "reason"],
+)
+def test_an_altered_plan_is_named(log_path, tmp_path, change, what):
+    number = _altered(log_path, tmp_path / "altered", change)
+    difference = rerun(tmp_path / "altered").difference
+    assert difference is not None
+    assert (difference.line, difference.what) == (number, what)
+    assert difference.request_id is not None
+
+
+def test_a_story_is_whole(log_path):
+    """Each computed token is told of, and periods follow each other."""
+    lines = [json.loads(line) for line in log_path.read_text().splitlines()]
+    plans = [line["plan"] for line in lines if "plan" in line]
+    for name in ("0", "3", "1_7", "aborted", "kept"):
+        periods = explain(log_path, name)
+        computed = sum(c[3] for plan in plans for c in plan["chunks"] if c[0] == name)
+        assert sum(p.num_tokens for p in periods) == computed > 0
+        assert all(a.last_step <= b.first_step for a, b in itertools.pairwise(periods))
+        assert periods[-1].what.startswith("ends")
+        assert any(p.what.startswith("starts") for p in periods)
+
+
+def test_a_story_says_why(log_path):
+    told = {name: " | ".join(p.what for p in explain(log_path, name)) for name in ("3", "5", "1_7", "aborted")}
+    assert "blocks do not fit" in told["3"]
+    assert "waits behind request" in told["5"]
+    assert "40 of 41 tokens are in the cache" in told["5"]
+    assert "the first of its family computes the prompt" in told["1_7"]
+    assert "taken over from a running sibling" in told["1_7"]
+    assert told["aborted"].endswith("ends: abort")
+    preempted = [name for name in map(str, range(7)) if "preempted" in str(explain(log_path, name))]
+    assert preempted
+    assert all("starts again after the preemption" in str(explain(log_path, name)) for name in preempted)
+
+
+def test_an_unknown_request_is_refused_with_those_that_are_known(log_path):
+    with pytest.raises(ValueError, match=r"no request 'nobody': it has '0', '1'.* and 4 more"):
+        explain(log_path, "nobody")
