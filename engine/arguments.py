@@ -225,7 +225,13 @@ WORKING = (
     ),
     # what comes out
     Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
-    Argument("disable_log_stats", "bool", True, "False logs statistics now and then (logger octavo)", checks.flag),
+    Argument(
+        "disable_log_stats",
+        "bool",
+        True,
+        "False keeps metrics (docs/metrics.md) and logs a line now and then",
+        checks.flag,
+    ),
     Argument("step_log", "str", None, "file that takes a line a step, for replay", text),
 )
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from .build import build
 from .checks import integer, sequence
 from .config import engine_config
+from .metrics import EngineMetrics
+from .metrics_export import Exporter, Metric
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
 from .progress import Progress
@@ -50,7 +54,8 @@ class LLM:
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.processor = OutputProcessor(self.tokenizer)
-        self.stats = None if self.config.disable_log_stats else StatsLogger(self.scheduler)
+        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
+        self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.unread: Pending | None = None
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}
@@ -156,6 +161,8 @@ class LLM:
                 for request in self.processor.requests(name):
                     if request.finish_reason is None:
                         self.scheduler.finish(request, "abort")
+                        if self.metrics:
+                            self.metrics.ended([request])
                 self.processor.drop(name)
                 self.touched.pop(name, None)
 
@@ -189,18 +196,23 @@ class LLM:
     def _run_step(self) -> list[Request]:
         """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous)."""
         plan = self.scheduler.schedule()
+        if self.metrics:
+            self.metrics.planned(plan)
         pending = self.runner.launch(plan) if plan else None
         if self.config.async_scheduling:
             pending, self.unread = self.unread, pending
         touched = self._absorb(pending) if pending else []
-        if self.stats:
-            self.stats.after_step(len(touched))
+        if self.metrics and self.stats:
+            self.metrics.read(touched)
+            self.stats.after_step()
         return touched
 
     def _abandon(self) -> None:
         """Ends all requests with "error" and starts from an empty cache."""
         self.unread = None
         self.scheduler.abandon()
+        if self.metrics:
+            self.metrics.ended(m.request for family in self.processor.families.values() for m in family.members)
         self.runner.reset()
         self.touched |= {family.id: family for family in self.processor.families.values() if family.queued}
 
@@ -237,6 +249,7 @@ class LLM:
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> list[Request]:
         """The n requests of one prompt, checked but not queued. The first computes the prompt for all."""
+        arrived = time.perf_counter()
         check_id(request_id)
         if integer("priority", priority) and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
@@ -248,7 +261,7 @@ class LLM:
         for i in range(params.n):
             name = request_id if params.n == 1 else f"{i}_{request_id}"
             request = Request(name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i)
-            request.first = family[0] if family else None
+            request.first, request.arrival_time = family[0] if family else None, arrived
             family.append(request)
         self.processor.check_free(request_id, family)
         # what it looks at is the same in all n
@@ -270,6 +283,8 @@ class LLM:
                 request.arrival = self.num_arrived
                 self.num_arrived += 1
                 self.scheduler.add(request)
+                if self.metrics:
+                    self.metrics.queued(request)
             return family
 
     def _next_id(self) -> str:
@@ -292,6 +307,26 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the defaults that the checkpoint's generation_config.json asks for."""
         return SamplingParams(**self.defaults)
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has counted and timed so far: docs/metrics.md. Needs disable_log_stats=False."""
+        return self._exporter.values()
+
+    def metrics_text(self) -> str:
+        """The same as Prometheus scrapes it."""
+        return self._exporter.text()
+
+    def metrics_registry(self) -> Any:
+        """The prometheus_client registry that holds them; it reads them whenever it is read."""
+        return self._exporter.registry
+
+    @cached_property
+    def _exporter(self) -> Exporter:
+        if self.metrics is None:
+            raise ValueError(
+                "disable_log_stats=True: there are no metrics; LLM(..., disable_log_stats=False) keeps them"
+            )
+        return Exporter(self.metrics, self.config, self.memory_plan)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""

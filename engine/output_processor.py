@@ -32,12 +32,16 @@ class Family:
     prompt: str | None
     members: list[Member]
     queued: bool  # by add_request: LLM.step returns its outputs
-    arrival_time: float
+    arrival_time: float  # of time.time()
     first_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
         return all(m.request.finish_reason is not None for m in self.members)
+
+    def now(self) -> float:
+        """The time of day, as far behind arrival_time as a monotonic clock says."""
+        return self.arrival_time + time.perf_counter() - self.members[0].request.arrival_time
 
 
 class OutputProcessor:
@@ -55,7 +59,8 @@ class OutputProcessor:
         """Takes in the n requests of one prompt."""
         self.check_free(family_id, requests)
         members = [Member(r, self._stream(r)) for r in requests]
-        family = Family(family_id, text_of(prompt), members, queued, time.time())
+        arrived = time.time() - (time.perf_counter() - requests[0].arrival_time)
+        family = Family(family_id, text_of(prompt), members, queued, arrived)
         self.families[family_id] = family
         for m in members:
             self.home[m.request.id] = (family, m)
@@ -81,7 +86,7 @@ class OutputProcessor:
         """Takes in the token that a step sampled for a request. Returns the stop string that it completed."""
         family, member = self.home[request.id]
         if family.first_token_time is None:
-            family.first_token_time = time.time()
+            family.first_token_time = family.now()
         if request.params.logprobs is not None:
             self._push_logprob(member, result, at)
         stream = member.stream
@@ -136,12 +141,7 @@ class OutputProcessor:
             outputs=[_completion(m) for m in family.members],
             finished=family.finished,
             num_cached_tokens=first.num_cached or 0,
-            metrics=RequestMetrics(
-                arrival_time=family.arrival_time,
-                first_token_time=family.first_token_time,
-                finished_time=time.time() if family.finished else None,
-                num_preemptions=sum(m.request.preemptions for m in family.members),
-            ),
+            metrics=_metrics(family),
         )
 
     def drop(self, family_id: str) -> None:
@@ -149,6 +149,22 @@ class OutputProcessor:
         family = self.families.pop(family_id, None)
         for m in family.members if family else ():
             del self.home[m.request.id]
+
+
+def _metrics(family: Family) -> RequestMetrics:
+    requests = [m.request for m in family.members]
+    times = [r.times for r in requests if r.times is not None]
+    return RequestMetrics(
+        arrival_time=family.arrival_time,
+        first_token_time=family.first_token_time,
+        finished_time=family.now() if family.finished else None,
+        num_preemptions=sum(r.preemptions for r in requests),
+        num_generation_tokens=sum(len(r.tokens) - len(r.prompt) for r in requests),
+        queued_ts=min((t.queued for t in times), default=None),
+        scheduled_ts=min((t.scheduled for t in times if t.scheduled is not None), default=None),
+        first_token_ts=min((t.first_token for t in times if t.first_token is not None), default=None),
+        last_token_ts=max((t.last_token for t in times if t.last_token is not None), default=None),
+    )
 
 
 def _completion(m: Member) -> CompletionOutput:

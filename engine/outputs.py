@@ -24,16 +24,30 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When what happened, in seconds on one clock; None: not yet."""
+    """When what happened to a request, in seconds; None: not yet. Of n samples, the first or the last of all.
+
+    The `_time`s are times of day whose differences a monotonic clock measured. The `_ts`, vLLM's, are that clock's own
+    (time.perf_counter), and are kept only with disable_log_stats=False.
+    """
 
     arrival_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_generation_tokens: int = 0
+    queued_ts: float | None = None
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
         return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """vLLM's name of time_to_first_token."""
+        return self.time_to_first_token
 
     @property
     def latency(self) -> float | None:

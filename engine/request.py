@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from .sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Times:
+    """When what first happened to a request, in seconds of time.perf_counter; None: not yet."""
+
+    queued: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: bool = False
 
 
 @dataclass(eq=False)
@@ -24,6 +36,9 @@ class Request:
     cache_salt: str | None = None
     index: int = 0  # which of n samples
     first: Request | None = None  # the sibling that computes the prompt for all n
+    # nobody decides by these two
+    arrival_time: float = field(default_factory=time.perf_counter)
+    times: Times | None = None  # kept by metrics.py, if at all
 
     tokens: list[int] = field(default_factory=list)
     limit: int = 0  # tokens, prompt and output, at which it ends by length
