@@ -100,9 +100,18 @@ class Detokenizer:
         return state._replace(at_start=False), text.removeprefix(self.pieces.strip)
 
 
+def _decode(data: bytes) -> tuple[str, int]:
+    """The text of bytes up to an incomplete last character, and how many bytes that is."""
+    text, used = codecs.utf_8_decode(data, "replace", False)
+    if data[used : used + 1] == b"\xed" and data[used + 1 : used + 2] >= b"\xa0":
+        # half of a surrogate: the codec waits for the rest of it, and no character begins so
+        return text + REPLACEMENT * 2, used + 2
+    return text, used
+
+
 def _complete(data: bytes, foreign: int) -> tuple[bytes, int, str]:
     """Splits bytes into those of an incomplete last character, how many of them are the prompt's, and text."""
-    text, used = codecs.utf_8_decode(data, "replace", False)
+    text, used = _decode(data)
     if not used:
         return data, foreign, ""
     if foreign and text[0] == REPLACEMENT and not data.startswith(REPLACEMENT.encode()):
@@ -126,11 +135,11 @@ def token_text(pieces: Pieces, context_ids: Sequence[int], token_id: int) -> str
     if piece.text is not None:
         return piece.text
     before = b"".join(pieces[i].data for i in context_ids[-4:])
-    pending = before[codecs.utf_8_decode(before, "replace", False)[1] :]
-    text, used = codecs.utf_8_decode(pending + piece.data, "replace", False)
+    pending = before[_decode(before)[1] :]
+    text, used = _decode(pending + piece.data)
     if used and text[0] == REPLACEMENT:
         # it does not go on with the character before
-        text, _ = codecs.utf_8_decode(piece.data, "replace", False)
+        text, _ = _decode(piece.data)
     return text
 
 

@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from backends import BACKENDS
 
 # what a test file may import that an environment with one backend lacks
-OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece"}
+OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece", "mistral_common"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
