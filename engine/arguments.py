@@ -169,6 +169,13 @@ WORKING = (
         "None: what the model promises",
         model_length,
     ),
+    Argument(
+        "allow_auto_truncate",
+        "bool",
+        False,
+        "a prompt that is too long loses its end (and a warning says so) instead of being refused",
+        checks.flag,
+    ),
     Argument("max_num_seqs", "int", 32, "requests that run at a time", integers(1)),
     Argument(
         "max_num_batched_tokens",
@@ -306,7 +313,6 @@ LATER = (
     Later("enable_sleep_mode", False, "sleep mode"),
     Later("stream_interval", 1, "coarser streams"),
     Later("max_num_queued_reqs", None, "a bound on the queue"),
-    Later("allow_auto_truncate", False, "truncated prompts"),
     Later("num_scheduler_steps", 1, "several steps at a time"),
     Later("additional_config", None, "options of a plugin", ({},)),
     Later("host", None, SERVER),

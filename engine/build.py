@@ -88,7 +88,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         runner=runner,
         scheduler=scheduler,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(checkpoint, tokenizer),
+        eos_ids=_eos_ids(config, checkpoint, tokenizer),
         default_params=_default_params(config, checkpoint),
         step_log=_step_log(config, plan, runner, scheduler),
     )
@@ -201,27 +201,33 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
     )
 
 
-def _eos_ids(checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Ids that end a text: the tokenizer's, and those that generation_config.json or config.json lists."""
+def _generation_config(config: EngineConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What generation_config.json says, the checkpoint's or that of a folder, with the engine's own changes."""
+    if config.generation_config in ("auto", "vllm"):
+        found = dict(checkpoint.generation_config) if checkpoint else {}
+    else:
+        found = read_json(Path(config.generation_config) / "generation_config.json")
+    return found | config.override_generation_config
+
+
+def _eos_ids(config: EngineConfig, checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's, and those that generation_config.json lists, or else config.json.
+
+    As in vLLM, generation_config="vllm" switches off defaults and not these; ignore_eos does.
+    """
+    listed = _generation_config(config, checkpoint).get("eos_token_id")
+    if listed is None and checkpoint:
+        listed = checkpoint.hf_config.get("eos_token_id")
     found: set[int] = set()
-    for value in (
-        tokenizer.eos_token_id if tokenizer else None,
-        checkpoint.generation_config.get("eos_token_id") if checkpoint else None,
-        checkpoint.hf_config.get("eos_token_id") if checkpoint else None,
-    ):
+    for value in (tokenizer.eos_token_id if tokenizer else None, listed):
         found |= set(value) if isinstance(value, list) else {value} if value is not None else set()
     return frozenset(integer("eos_token_id", i) for i in found)
 
 
 def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
     """Sampling defaults that the checkpoint's generation_config.json asks for, as vLLM takes them."""
-    if config.generation_config == "auto":
-        source = dict(checkpoint.generation_config) if checkpoint else {}
-    elif config.generation_config == "vllm":
-        source = {}
-    else:
-        source = read_json(Path(config.generation_config) / "generation_config.json")
-    source |= config.override_generation_config
+    switched_off = config.generation_config == "vllm"
+    source = config.override_generation_config if switched_off else _generation_config(config, checkpoint)
     renamed = {"max_new_tokens": "max_tokens"}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     params = {renamed.get(n, n): source[n] for n in names if source.get(n) is not None}

@@ -22,6 +22,7 @@ from .prompts import (
     Prompt,
     check_id,
     check_params,
+    cut,
     is_chat,
     list_of_messages,
     list_of_params,
@@ -255,6 +256,7 @@ class LLM:
             raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
         ids = token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         params, eos = self._resolved(params)
+        ids = cut(ids, params, self.scheduler.config.max_model_len, self.config.allow_auto_truncate)
         salt = salt_of(prompt, cache_salt)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
         family: list[Request] = []

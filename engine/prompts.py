@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from .checks import UnknownArgumentError
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 EXAMPLE = "{'role': 'user', 'content': 'Hi'}"
@@ -109,6 +112,22 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         raise ValueError(
             f"the tokenizer gives token id {max(ids)}, and the model's go to {vocab_size - 1}: do they match?"
         )
+    return ids
+
+
+def cut(ids: list[int], params: SamplingParams, max_model_len: int, auto: bool) -> list[int]:
+    """The part of a prompt that its truncate_prompt_tokens keeps.
+
+    With `auto` (allow_auto_truncate), one that would still be too long loses its end, as in SGLang, and that is logged.
+    """
+    keep, longest = params.truncate_prompt_tokens, max_model_len - 1
+    if keep == -1:
+        keep = max(1, max_model_len - (params.max_tokens or 1))
+    if keep is not None and keep < len(ids):
+        ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+    if auto and len(ids) > longest:
+        log.warning("a prompt of %d tokens is cut to its first %d (allow_auto_truncate)", len(ids), longest)
+        ids = ids[:longest]
     return ids
 
 

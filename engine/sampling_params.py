@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from ..models.sampling import MAX_STOP_IDS, PARAMS
-from .checks import check_names, flag, integer, number, sequence
+from .checks import check_names, choice, flag, integer, number, sequence
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ class NotYet:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
-    truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     watermarking: Any = None
@@ -95,6 +94,8 @@ class SamplingParams(NotYet):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None  # keep so many of the prompt; -1: those that leave max_tokens room
+    truncation_side: str = "left"  # where a prompt is cut: left keeps its end, right its beginning
     skip_reading_prefix_cache: bool = False  # compute the whole prompt; what is computed may still be reused
 
     def __new__(cls, **names: Any) -> SamplingParams:
@@ -103,7 +104,7 @@ class SamplingParams(NotYet):
 
     def __post_init__(self) -> None:
         self._check_supported()
-        self._set(**_stopping(self), **_randomness(self), **_returning(self))
+        self._set(**_stopping(self), **_randomness(self), **_returning(self), **_prompt_length(self))
         if self.temperature == 0:
             self._set(top_p=1.0, top_k=0, min_p=0.0)
             if self.n > 1:
@@ -219,6 +220,14 @@ def _stopping(p: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": tuple(dict.fromkeys(integer("stop_token_ids", i, 0, math.inf) for i in ids)),
         "ignore_eos": flag("ignore_eos", p.ignore_eos),
     }
+
+
+def _prompt_length(p: SamplingParams) -> dict[str, Any]:
+    """The fields that cut a long prompt."""
+    keep = p.truncate_prompt_tokens
+    if keep is not None and integer("truncate_prompt_tokens", keep, -1, math.inf) == 0:
+        raise ValueError("truncate_prompt_tokens 0 leaves no prompt: keep at least 1 token, or -1 for all that fit")
+    return {"truncation_side": choice("truncation_side", p.truncation_side, ("left", "right"))}
 
 
 def _returning(p: SamplingParams) -> dict[str, Any]:

@@ -137,7 +137,6 @@ LATER = {
     "logit_bias": {1: 2.0},
     "allowed_token_ids": [1],
     "extra_args": {"a": 1},
-    "truncate_prompt_tokens": 5,
     "thinking_token_budget": 5,
     "repetition_detection": {"min_count": 2},
     "watermarking": {},
