@@ -6,7 +6,6 @@ but have no value here. Their values reach the next step on the device, in rows[
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
+from .limits import Limits
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
+from .preemption import victim, warn
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
 from .siblings import first_will_compute, fork, may_fork
-from .waiting import QUEUES, WaitingQueue, rank
-
-log = logging.getLogger(__name__)
+from .waiting import QUEUES, WaitingQueue
 
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
 
@@ -70,7 +69,7 @@ class Scheduler:
                 f"blocks are counted for {blocks.max_num_batched_tokens} tokens a step, not for "
                 f"max_num_batched_tokens {config.max_num_batched_tokens}"
             )
-        self.config, self.blocks = config, blocks
+        self.config, self.blocks, self.limits = config, blocks, Limits.of(config)
         self.spare_blocks = int(config.watermark * min(blocks.num_blocks))
         self.events: list[tuple[str, Reason]] = []  # reasons that the next plan reports
         self.step = self.first_step = 0
@@ -122,7 +121,8 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
-        draft = Draft(self.config.max_num_batched_tokens)
+        draft = Draft(self.limits.max_num_batched_tokens)
+        self._give_up_seats(draft)
         if self.config.order == "decode_first":
             self._continue(draft, list(self.running))
             self._commit_planned(draft)
@@ -175,6 +175,13 @@ class Scheduler:
         else:
             self._leave(r)
 
+    def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
+        """Changes what is not None, from the next step on, which preempts whoever is too many.
+
+        Raises ValueError for more than the config has, which is what the programs were made for.
+        """
+        self.limits = self.limits.changed(self.config, max_num_seqs, max_num_batched_tokens)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
         return self.blocks.reset()
@@ -197,6 +204,7 @@ class Scheduler:
         at = {r: i for i, r in enumerate(self.alive.values())}
         return {
             "config": vars(self.config).copy(),
+            "limits": vars(self.limits).copy(),
             "blocks": self.blocks.dump(),
             "requests": dump_requests(self.alive.values()),
             "num_alive": len(self.alive),
@@ -212,6 +220,7 @@ class Scheduler:
     def load(value: dict[str, Any]) -> Scheduler:
         """The scheduler that was dumped: equal events lead to equal plans. Its requests are new objects, in `alive`."""
         s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]))
+        s.limits = Limits(**value["limits"])
         requests = load_requests(value["requests"])
         s.alive = {r.id: r for r in requests[: value["num_alive"]]}
         s.running = {requests[i]: None for i in value["running"]}
@@ -269,11 +278,17 @@ class Scheduler:
         """Reserves blocks for n more tokens, preempting others for them; False if the request itself had to go."""
         writes = draft.writes.setdefault(r, [])
         while not self.blocks.reserve(r, r.computed + n, writes):
-            last = next(reversed(self.running)) if self.config.policy == "fcfs" else max(self.running, key=rank)
+            last = victim(self.running, self.config.policy)
             self._preempt(last, draft)
+            warn(last, self.num_preemptions)
             if last is r:
                 return False
         return True
+
+    def _give_up_seats(self, draft: Draft) -> None:
+        """Preempts whoever is too many since the limits were lowered."""
+        while len(self.running) > self.limits.max_num_seqs:
+            self._preempt(victim(self.running, self.config.policy), draft)
 
     def _preempt(self, r: Request, draft: Draft) -> None:
         """Takes a running request's row and blocks, and what this step has planned for it. Its tokens stay."""
@@ -285,14 +300,6 @@ class Scheduler:
         self.events.append((r.id, Reason.PREEMPTED))
         r.preemptions += 1
         self.num_preemptions += 1
-        if self.num_preemptions & (self.num_preemptions - 1) == 0:
-            log.warning(
-                "request %s is preempted and will be computed again: the KV cache has too few free blocks. If this "
-                "happens often, give it more (gpu_memory_utilization, kv_cache_memory_bytes) or run fewer requests at "
-                "once (max_num_seqs). total_cumulative_preemption_cnt=%d",
-                r.id,
-                self.num_preemptions,
-            )
 
     def _leave(self, r: Request) -> None:
         assert r.row is not None
@@ -334,7 +341,7 @@ class Scheduler:
         """Why nobody can be admitted, whoever it is: the queue is then not even looked at."""
         if draft.preempted:
             return Reason.AFTER_PREEMPTION
-        if not self.free_rows:
+        if len(self.running) >= self.limits.max_num_seqs:
             return Reason.NO_SEAT
         return None if draft.budget else Reason.NO_BUDGET
 

@@ -8,6 +8,7 @@ So sharing, forking, freeing, windows, eviction and preemption are right or the 
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -215,6 +216,16 @@ class World:
             s.finish(s.alive[r.id], reason)
         check_state(self.scheduler)
 
+    def set_limits(self, rng: random.Random) -> None:
+        """Any limits within what the scheduler was made for; all of it, one time in three."""
+        c = self.scheduler.config
+        low = 1 if c.enable_chunked_prefill else c.max_model_len
+        whole = rng.random() < 1 / 3
+        budget = c.max_num_batched_tokens if whole else rng.randint(low, c.max_num_batched_tokens)
+        seqs = c.max_num_seqs if whole else rng.randint(1, min(budget, c.max_num_seqs))
+        for s in self.both():
+            s.set_limits(max_num_seqs=seqs, max_num_batched_tokens=budget)
+
     def split(self) -> None:
         """From now on a copy that went through JSON must do just what the original does."""
         value = self.scheduler.dump()
@@ -304,14 +315,14 @@ def check_state(s: Scheduler) -> None:
 
 def check_plan(s: Scheduler, plan: Plan, queue: list[Request], running: list[Request]) -> None:
     """Limits are kept, and nobody goes before somebody who was ahead. Both lists are from before the step."""
-    c, why = s.config, dict(plan.reasons)
+    c, most, why = s.config, s.limits, dict(plan.reasons)
     ids = [chunk.request_id for chunk in plan.chunks]
     assert len(set(ids)) == len(ids)
     assert len({chunk.row for chunk in plan.chunks}) == len(ids)
     assert {w.row for w in plan.table_writes} <= {chunk.row for chunk in plan.chunks}
     assert all(chunk.num_tokens >= 1 for chunk in plan.chunks)
-    assert sum(chunk.num_tokens for chunk in plan.chunks) <= c.max_num_batched_tokens
-    assert len(s.running) <= c.max_num_seqs
+    assert sum(chunk.num_tokens for chunk in plan.chunks) <= most.max_num_batched_tokens
+    assert len(s.running) <= most.max_num_seqs
     assert all(chunk.start + chunk.num_tokens < c.max_model_len for chunk in plan.chunks)
     if c.long_prefill_token_threshold and len(plan.chunks) > 1:
         assert max(chunk.num_tokens for chunk in plan.chunks) <= c.long_prefill_token_threshold, plan

@@ -349,3 +349,42 @@ def test_hits_and_queries_are_counted_once_a_request():
     assert (s.num_queried_tokens, s.num_hit_tokens) == (14, 0)
     # b's prompt is computed again behind the block that it hit
     assert s.num_prompt_tokens == 7 + 7 + 3
+
+
+def test_lower_limits_are_kept_from_the_next_step_on():
+    s = make_scheduler(max_num_seqs=4, budget=16, num_blocks=60)
+    add(s, *(make_request(str(i), [i] * 4) for i in range(5)))
+    assert step(s) == {"0": 4, "1": 4, "2": 4, "3": 4}
+    s.set_limits(max_num_seqs=2, max_num_batched_tokens=3)
+    assert step(s) == {"0": 1, "1": 1}
+    assert [r.id for r in s.waiting] == ["2", "3", "4"]
+    s.set_limits(max_num_seqs=3)
+    assert step(s) == {"0": 1, "1": 1, "2": 1}
+    s.set_limits(max_num_seqs=4, max_num_batched_tokens=16)
+    assert set(step(s)) == {"0", "1", "2", "3"}
+
+
+def test_limits_beyond_what_was_compiled_name_the_bound():
+    s = make_scheduler(max_num_seqs=4, budget=16)
+    for limits, words in (
+        ({"max_num_seqs": 5}, "max_num_seqs 5 is more than the 4"),
+        ({"max_num_batched_tokens": 17}, "max_num_batched_tokens 17 is more than the 16"),
+        ({"max_num_batched_tokens": 3}, "3 is less than max_num_seqs 4"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0"),
+        ({"max_num_seqs": "2"}, "'2' is not a whole number"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            s.set_limits(**limits)
+    whole = make_scheduler(budget=50, enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="40 is less than max_model_len 48"):
+        whole.set_limits(max_num_batched_tokens=40)
+    assert (s.limits.max_num_seqs, s.limits.max_num_batched_tokens) == (4, 16)
+
+
+def test_a_seat_given_up_is_no_sign_of_a_small_cache(caplog):
+    s = make_scheduler(max_num_seqs=4, num_blocks=60)
+    add(s, *(make_request(str(i), 2) for i in range(4)))
+    step(s)
+    s.set_limits(max_num_seqs=1)
+    step(s)
+    assert s.num_preemptions == 3 and "KV cache" not in caplog.text

@@ -80,7 +80,7 @@ def _fits(scheduler: Scheduler, request) -> bool:
     return True
 
 
-def _run_world(seed: int, steps: int = 150) -> World:
+def _run_world(seed: int, steps: int = 150, limits: bool = False) -> World:
     rng = random.Random(seed)
     world = World(_random_scheduler(rng), depth=rng.choice([0, 1, 1, 2]))
     for name in range(steps):
@@ -91,6 +91,8 @@ def _run_world(seed: int, steps: int = 150) -> World:
             world.finish(rng.choice(list(world.scheduler.alive.values())))
         if rng.random() < 0.02:
             world.split()
+        if limits and rng.random() < 0.05:
+            world.set_limits(rng)
         world.step()
     world.drain()
     return world
@@ -101,11 +103,16 @@ def test_random_world_holds_together(seed):
     assert _run_world(seed).num_steps >= 150
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_world_holds_together_while_its_limits_change(seed):
+    assert _run_world(100 + seed, limits=True).num_steps >= 150
+
+
 @pytest.mark.slow
 def test_random_worlds_hold_together_for_100_000_steps():
     steps, seed = 0, 1000
     while steps < 100_000:
-        steps += _run_world(seed).num_steps
+        steps += _run_world(seed, limits=seed % 2 == 0).num_steps
         seed += 1
 
 
@@ -142,6 +149,10 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def split(self):
         self.world.split()
+
+    @rule(seed=st.integers(0, 2**32))
+    def set_limits(self, seed):
+        self.world.set_limits(random.Random(seed))
 
     @rule()
     def reset(self):
