@@ -231,6 +231,7 @@ WORKING = (
         partial(checks.number, low=0, high=1, open_low=True),
     ),
     # what comes out
+    Argument("stream_interval", "int", 1, "tokens of a request from one output to the next", integers(1)),
     Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
     Argument(
         "disable_log_stats",
@@ -311,7 +312,6 @@ LATER = (
     Later("guided_decoding_backend", None, "structured output", ("auto",)),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),
-    Later("stream_interval", 1, "coarser streams"),
     Later("max_num_queued_reqs", None, "a bound on the queue"),
     Later("num_scheduler_steps", 1, "several steps at a time"),
     Later("additional_config", None, "options of a plugin", ({},)),

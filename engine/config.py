@@ -61,6 +61,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | tuple[int, ...] | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    stream_interval: int
     max_logprobs: int
     disable_log_stats: bool
     step_log: str | None

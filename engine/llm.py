@@ -54,7 +54,7 @@ class LLM:
         self.layout, self.memory_plan = parts.layout, parts.memory_plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
-        self.processor = OutputProcessor(self.tokenizer)
+        self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval)
         self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.unread: Pending | None = None
@@ -171,7 +171,8 @@ class LLM:
         return self.scheduler.has_work or self.unread is not None or bool(self.touched)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what the requests of add_request that got a token have so far.
+        """Runs one step; returns the news of the requests of add_request: what their output_kind asks for, of those
+        that got a token, stream_interval of them since the last output, or have ended.
 
         Also of those that got one in the steps of a generate or stream meanwhile, and of those that end with "error"
         because a step failed: that step's exception went to whoever ran it.
@@ -179,7 +180,8 @@ class LLM:
         with self.lock:
             self._advance()
             touched, self.touched = self.touched, {}
-            return [self.processor.output(family) for family in touched.values()]
+            news = map(self.processor.news, touched.values())
+            return [output for output in news if output is not None]
 
     def _advance(self) -> tuple[int, list[Family]]:
         """Runs one step, for all. Returns how many tokens it brought, and the families that got them."""
@@ -329,6 +331,14 @@ class LLM:
                 "disable_log_stats=True: there are no metrics; LLM(..., disable_log_stats=False) keeps them"
             )
         return Exporter(self.metrics, self.config, self.memory_plan)
+
+    def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
+        """Changes how much runs at a time, from the next step on; None: as it is.
+
+        What is too many is preempted. Raises ValueError for more than the engine was made with.
+        """
+        with self.lock:
+            self.scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""

@@ -11,6 +11,7 @@ from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, l
 from .prompts import Prompt, text_of
 from .request import Request
 from .runner import StepResult
+from .sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 
 
@@ -22,6 +23,8 @@ class Member:
     stream: TextStream | None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    num_told: int = 0  # tokens that outputs have told of
+    told_end: bool = False
 
 
 @dataclass(eq=False)
@@ -47,8 +50,8 @@ class Family:
 class OutputProcessor:
     """Knows every request that has been added and not yet given back as finished."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
+        self.tokenizer, self.stream_interval = tokenizer, stream_interval
         self.families: dict[str, Family] = {}
         self.home: dict[str, tuple[Family, Member]] = {}
 
@@ -129,8 +132,23 @@ class OutputProcessor:
         """The families of these requests, each once, in order."""
         return list({id(f): f for f in (self.home[r.id][0] for r in requests)}.values())
 
-    def output(self, family: Family) -> RequestOutput:
-        """What a family has so far. A finished one is forgotten."""
+    def news(self, family: Family) -> RequestOutput | None:
+        """What its output_kind wants to be told now; None: nothing yet. A finished family is forgotten."""
+        params = family.members[0].request.params
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return self.output(family) if family.finished else None
+        interval = params.stream_interval or self.stream_interval
+        due = [m for m in family.members if _is_due(m, interval)]
+        if not due:
+            return None
+        if params.output_kind is RequestOutputKind.DELTA:
+            return self.output(family, [_delta(m) for m in due])
+        for m in family.members:
+            _tell(m)
+        return self.output(family)
+
+    def output(self, family: Family, completions: list[CompletionOutput] | None = None) -> RequestOutput:
+        """These completions, or all that a family has so far. A finished one is forgotten."""
         if family.finished:
             self.drop(family.id)
         first = family.members[0].request
@@ -138,7 +156,7 @@ class OutputProcessor:
             request_id=family.id,
             prompt=family.prompt,
             prompt_token_ids=first.prompt,
-            outputs=[_completion(m) for m in family.members],
+            outputs=[_completion(m) for m in family.members] if completions is None else completions,
             finished=family.finished,
             num_cached_tokens=first.num_cached or 0,
             metrics=_metrics(family),
@@ -167,14 +185,35 @@ def _metrics(family: Family) -> RequestMetrics:
     )
 
 
-def _completion(m: Member) -> CompletionOutput:
+def _completion(m: Member, start: int = 0, text: str | None = None) -> CompletionOutput:
+    """What a sample has so far, from its start-th token on; `text` of these, if that is not all."""
     r, wanted = m.request, m.request.params.logprobs is not None
     return CompletionOutput(
         index=r.index,
-        text=m.stream.text if m.stream else "",
-        token_ids=r.output,
+        text=text if text is not None else m.stream.text if m.stream else "",
+        token_ids=r.tokens[len(r.prompt) + start :],
         cumulative_logprob=m.cumulative_logprob if wanted else None,
-        logprobs=list(m.logprobs) if wanted else None,
+        logprobs=m.logprobs[start:] if wanted else None,
         finish_reason=r.finish_reason,
         stop_reason=r.stop_reason,
     )
+
+
+def _is_due(m: Member, interval: int) -> bool:
+    """Whether there is an end to tell of, a first token, or as many new ones as make an output."""
+    if m.request.finish_reason is not None:
+        return not m.told_end
+    num_new = m.request.num_output - m.num_told
+    return num_new >= (interval if m.num_told else 1)
+
+
+def _tell(m: Member) -> int:
+    """Marks all that there is as told. Returns how many tokens were before."""
+    before, m.num_told = m.num_told, m.request.num_output
+    m.told_end = m.request.finish_reason is not None
+    return before
+
+
+def _delta(m: Member) -> CompletionOutput:
+    """What has come since the last one. All of them together are the completion."""
+    return _completion(m, _tell(m), m.stream.delta() if m.stream else "")

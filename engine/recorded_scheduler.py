@@ -48,6 +48,10 @@ class RecordedScheduler(Scheduler):
         super().abandon()
         self._write("abandon", self.step)
 
+    def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
+        super().set_limits(max_num_seqs, max_num_batched_tokens)
+        self._write("set_limits", [max_num_seqs, max_num_batched_tokens])
+
     def reset_prefix_cache(self) -> bool:
         self._write("reset_prefix_cache", self.step)
         return super().reset_prefix_cache()

@@ -63,6 +63,11 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def num_output(self) -> int:
+        """Output tokens known."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known and in flight."""
         return len(self.tokens) + self.in_flight

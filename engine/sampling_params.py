@@ -31,12 +31,11 @@ NO_OPS = {
     "bad_words": [],
     "extra_args": {},
     "logit_bias": {},
-    "stream_interval": 1,
 }
 
 
 class RequestOutputKind(Enum):
-    """What an output holds: all so far, what is new, or only the end."""
+    """What the outputs of LLM.step and AsyncLLM hold: all so far, what is new, or there is only one, at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -47,7 +46,6 @@ class RequestOutputKind(Enum):
 class NotYet:
     """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -64,7 +62,6 @@ class NotYet:
     watermarking: Any = None
     trace_decode_token_ids: Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None
-    stream_interval: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +93,8 @@ class SamplingParams(NotYet):
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None  # keep so many of the prompt; -1: those that leave max_tokens room
     truncation_side: str = "left"  # where a prompt is cut: left keeps its end, right its beginning
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # tokens from one output to the next; None: the engine's
     skip_reading_prefix_cache: bool = False  # compute the whole prompt; what is computed may still be reused
 
     def __new__(cls, **names: Any) -> SamplingParams:
@@ -236,5 +235,16 @@ def _returning(p: SamplingParams) -> dict[str, Any]:
     flags = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
     return {
         "logprobs": None if logprobs is None else integer("logprobs", logprobs, -1, math.inf),
+        "output_kind": _kind(p.output_kind),
+        "stream_interval": None if p.stream_interval is None else integer("stream_interval", p.stream_interval, 1),
         "skip_reading_prefix_cache": flag("skip_reading_prefix_cache", p.skip_reading_prefix_cache or False),
     } | {name: flag(name, getattr(p, name)) for name in flags}
+
+
+def _kind(value: Any) -> RequestOutputKind:
+    """A kind, or the number of one."""
+    if value not in [*RequestOutputKind, *(k.value for k in RequestOutputKind)] or isinstance(value, bool):
+        raise ValueError(
+            f"output_kind {value!r} is not RequestOutputKind.{', '.join(k.name for k in RequestOutputKind)}"
+        )
+    return RequestOutputKind(value)

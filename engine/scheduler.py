@@ -122,7 +122,6 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
         draft = Draft(self.limits.max_num_batched_tokens)
-        self._give_up_seats(draft)
         if self.config.order == "decode_first":
             self._continue(draft, list(self.running))
             self._commit_planned(draft)
@@ -176,11 +175,13 @@ class Scheduler:
             self._leave(r)
 
     def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
-        """Changes what is not None, from the next step on, which preempts whoever is too many.
+        """Changes what is not None, from the next step on, and preempts whoever is now too many.
 
         Raises ValueError for more than the config has, which is what the programs were made for.
         """
         self.limits = self.limits.changed(self.config, max_num_seqs, max_num_batched_tokens)
+        while len(self.running) > self.limits.max_num_seqs:
+            self._preempt(victim(self.running, self.config.policy), Draft(0))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
@@ -284,11 +285,6 @@ class Scheduler:
             if last is r:
                 return False
         return True
-
-    def _give_up_seats(self, draft: Draft) -> None:
-        """Preempts whoever is too many since the limits were lowered."""
-        while len(self.running) > self.limits.max_num_seqs:
-            self._preempt(victim(self.running, self.config.policy), draft)
 
     def _preempt(self, r: Request, draft: Draft) -> None:
         """Takes a running request's row and blocks, and what this step has planned for it. Its tokens stay."""

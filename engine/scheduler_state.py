@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 from .request import Request
@@ -65,4 +66,4 @@ def _load(value: dict[str, Any]) -> Request:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple) else value.value if isinstance(value, Enum) else value

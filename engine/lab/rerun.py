@@ -74,6 +74,8 @@ def take_event(scheduler: Scheduler, line: Mapping[str, Any], known: dict[str, R
             scheduler.finish(known[request_id], reason, stop_reason)
         case {"abandon": _}:
             scheduler.abandon()
+        case {"set_limits": [max_num_seqs, max_num_batched_tokens]}:
+            scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
         case {"reset_prefix_cache": _}:
             scheduler.reset_prefix_cache()
         case _:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.checks import UnknownArgumentError
-from octavo.engine.sampling_params import NotYet, RequestOutputKind, SamplingParams, request_key
+from octavo.engine.sampling_params import NotYet, SamplingParams, request_key
 from octavo.models.sampling import MAX_STOP_IDS, PARAMS
 
 
@@ -125,7 +125,6 @@ def test_an_unknown_name_is_a_type_error_and_a_value_error():
 
 
 LATER = {
-    "output_kind": RequestOutputKind.DELTA,
     "presence_penalty": 0.5,
     "frequency_penalty": -0.5,
     "repetition_penalty": 1.1,
@@ -142,7 +141,6 @@ LATER = {
     "watermarking": {},
     "trace_decode_token_ids": [1],
     "routed_experts_prompt_start": 0,
-    "stream_interval": 2,
 }
 
 
@@ -157,7 +155,7 @@ def test_what_is_not_honoured_is_refused_by_name(name):
 
 
 def test_what_asks_for_nothing_is_accepted():
-    nothing = {"bad_words": [], "logit_bias": {}, "extra_args": {}, "stream_interval": 1, "presence_penalty": 0}
+    nothing = {"bad_words": [], "logit_bias": {}, "extra_args": {}, "presence_penalty": 0}
     assert SamplingParams(**nothing).variant == "sample"
     assert SamplingParams(skip_reading_prefix_cache=None).skip_reading_prefix_cache is False
 

@@ -29,6 +29,7 @@ def log_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         llm.add_request(name, PROMPTS[0], GREEDY)
     for _ in range(4):
         llm.step()
+    llm.set_limits(max_num_seqs=1, max_num_batched_tokens=7)
     llm.abort("aborted")
     while llm.has_unfinished_requests():
         llm.step()
