@@ -19,7 +19,11 @@ from ..models.interface import ArraySpec, CacheState, Output, Rope, Sampling, St
 from ..sharding.rules import ShardingRules
 
 DTYPES = ("float32", "bfloat16", "float16")
-STATIC = {StepInput: ("num_tokens", "decode"), Sampling: ("variant", "num_logprobs", "digest"), Step: ("decode",)}
+STATIC = {
+    StepInput: ("num_tokens", "decode", "taps"),
+    Sampling: ("variant", "num_logprobs", "digest"),
+    Step: ("decode",),
+}
 for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
     _static = STATIC.get(_cls, ())
     _names = [f.name for f in dataclasses.fields(_cls) if f.name not in _static]

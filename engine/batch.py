@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,8 @@ def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_s
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """
     scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
-    decode = max(counts) == 1
+    # all hidden rows come out of mixed steps only: one program less for each size of a decode step
+    decode = max(counts) == 1 and not plan.reads
     seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
     longest = max(c.start + c.num_tokens for c in plan.chunks)
@@ -93,7 +95,14 @@ def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_s
     rows = padded([c.row for c in plan.chunks], seqs, scratch)
     starts = np.zeros(seqs + 1, np.int32)
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
-    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode)
+    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode, taps=plan.taps)
+
+
+def read_places(plan: Plan) -> list[slice]:
+    """Where each of a plan's reads lies among the tokens of its step."""
+    starts = [0, *accumulate(c.num_tokens for c in plan.chunks)]
+    first = [starts[r.chunk] - plan.chunks[r.chunk].start for r in plan.reads]
+    return [slice(at + r.start, at + r.stop) for at, r in zip(first, plan.reads, strict=True)]
 
 
 def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask: np.ndarray | None = None) -> Sampling:

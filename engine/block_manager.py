@@ -83,14 +83,15 @@ class BlockManager:
         return max(1 - len(p.free) / (p.num_blocks - 1) for p in self.pools)
 
     def lookup(self, r: Request) -> Hit:
-        """The longest prefix that every group still holds, in whole blocks, at least one token left to compute.
+        """The longest prefix that every group still holds, in whole blocks.
 
-        A window group needs only its last blocks. Changes no pool.
+        What is to be read of the request, and its last token, is left to compute. A window group needs only its last
+        blocks. Changes no pool.
         """
         if not self.caching or r.params.skip_reading_prefix_cache:
             return Hit(0, ((),) * len(self.pools))
         self._extend_hashes(r)
-        length, before = (len(r.tokens) - 1) // self.block_size, -1
+        length, before = r.most_hit // self.block_size, -1
         while length != before:
             before = length
             for group in range(len(self.pools)):

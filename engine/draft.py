@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..models.sampling import VARIANTS
-from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
 from .request import Request
 
 
@@ -22,6 +22,8 @@ class Draft:
     writes: dict[Request, list[TableWrite]] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     reasons: list[tuple[str, Reason]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     preempted: bool = False
     variant: int = 0
     num_logprobs: int = -1
@@ -41,6 +43,8 @@ class Draft:
             VARIANTS[self.variant],
             self.num_logprobs,
             (*events, *self.reasons),
+            tuple(self.reads),
+            tuple(self.ended),
         )
 
 

@@ -31,6 +31,7 @@ from .prompts import (
     template_arguments,
     token_ids_of,
 )
+from .reads import readers
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
@@ -194,7 +195,7 @@ class LLM:
                 # half done, here or on the device, or interrupted by the user: nobody can go on from it
                 self._abandon()
                 raise
-            return len(touched), families
+            return sum(r.samples for r in touched), families
 
     def _run_step(self) -> list[Request]:
         """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous)."""
@@ -220,13 +221,18 @@ class LLM:
         self.touched |= {family.id: family for family in self.processor.families.values() if family.queued}
 
     def _absorb(self, pending: Pending) -> list[Request]:
-        """Takes in what a step sampled. Returns the requests that got a token, ended ones included."""
+        """Takes in what a step sampled and read. Returns the requests that got a token, or end as computed only."""
         result = pending.result()
+        for request, read in zip(readers(self.scheduler, pending.plan), result.reads, strict=True):
+            if request:
+                self.processor.push_read(request, read)
         touched = self.scheduler.update(pending.plan, result.token_ids)
         if self.step_log:
             self.step_log.append(pending.plan, result.token_ids, result.digests)
         at = {chunk.request_id: i for i, chunk in enumerate(pending.plan.sampled)}
         for request in touched:
+            if not request.samples:
+                continue
             stop = self.processor.push(request, result, at[request.id])
             if stop is not None and request.finish_reason != "stop":
                 if request.finish_reason is None:

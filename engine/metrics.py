@@ -104,10 +104,13 @@ class EngineMetrics:
                     self.aside.append((name, str(reason)))
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Each of these got a token from the step that was just read; some have ended with it."""
+        """Each of these got a token from the step that was just read, or was computed only; some have ended with it."""
         now, gap, gaps = self.clock(), -1.0, 0
-        self.num_generation_tokens += len(requests)
+        self.num_generation_tokens += sum(r.samples for r in requests)
         for r in requests:
+            if not r.samples:
+                self._end(r, now)
+                continue
             times = r.times
             assert times is not None
             if times.last_token is None:

@@ -10,7 +10,7 @@ from .detokenizer import TextStream
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprobs_of
 from .prompts import Prompt, text_of
 from .request import Request
-from .runner import StepResult
+from .runner import ReadResult, StepResult
 from .sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 
@@ -23,6 +23,7 @@ class Member:
     stream: TextStream | None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    reads: list[ReadResult] = field(default_factory=list)  # in the order of places
     num_told: int = 0  # tokens that outputs have told of
     told_end: bool = False
 
@@ -84,6 +85,10 @@ class OutputProcessor:
         """The requests of a family; none if it is not known."""
         family = self.families.get(family_id)
         return [m.request for m in family.members] if family else []
+
+    def push_read(self, request: Request, read: ReadResult) -> None:
+        """Takes in the next part of what a request wants read of its prompt."""
+        self.home[request.id][1].reads.append(read)
 
     def push(self, request: Request, result: StepResult, at: int) -> str | None:
         """Takes in the token that a step sampled for a request. Returns the stop string that it completed."""

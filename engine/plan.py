@@ -75,6 +75,19 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Read:
+    """What the host reads of one chunk beside its sampled token: of the sequence's tokens start .. stop - 1."""
+
+    chunk: int  # which of Plan.chunks
+    start: int
+    stop: int
+    targets: tuple[int, ...] = ()  # ids whose logprob behind each is wanted; empty: none are
+    num_logprobs: int = 0  # of the most likely, with each target
+    token_ids: tuple[tuple[int, ...], ...] = ()  # more ids with each target
+    hidden: tuple[str, ...] = ()  # names of hidden rows: "last", "embed", "layer.i"
+
+
+@dataclass(frozen=True)
 class Plan:
     """One decision of the scheduler. Equal state and events give equal plans."""
 
@@ -86,6 +99,13 @@ class Plan:
     variant: str = "greedy"  # of the head: the largest that a sampled row needs
     num_logprobs: int = -1  # the largest that a sampled row asks for; -1: none
     reasons: tuple[tuple[str, Reason], ...] = ()  # by request id; of events since the last plan, then of this one
+    reads: tuple[Read, ...] = ()
+    ended: tuple[str, ...] = ()  # ids of computed-only requests whose last chunk this is
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The hidden rows that the forward has to keep, beside the last layer's."""
+        return tuple(sorted({name for read in self.reads for name in read.hidden} - {"last"}))
 
     @property
     def sampled(self) -> list[Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from .reads import Wanted
 from .sampling_params import SamplingParams
 
 
@@ -39,6 +40,8 @@ class Request:
     # nobody decides by these two
     arrival_time: float = field(default_factory=time.perf_counter)
     times: Times | None = None  # kept by metrics.py, if at all
+    samples: bool = True  # False: computed only
+    wanted: Wanted | None = None  # what else is read of its prompt
 
     tokens: list[int] = field(default_factory=list)
     limit: int = 0  # tokens, prompt and output, at which it ends by length
@@ -47,6 +50,9 @@ class Request:
     computed: int = 0
     in_flight: int = 0
     row: int | None = None  # None: not running
+    num_read: int = 0  # the first place that is wanted and not in any plan yet
+    complete: bool = False  # computed only, and its last chunk is in a plan
+    first_step: int = 0  # the first plan that can hold it
     blocks: list[list[int]] = field(default_factory=list)  # one block table a cache group
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
@@ -57,6 +63,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
+        if self.wanted:
+            self.num_read = self.num_read or self.wanted.start
+            if self.wanted.stop > len(self.prompt):
+                raise ValueError(f"place {self.wanted.stop - 1} is wanted of a prompt of {len(self.prompt)} tokens")
 
     @property
     def output(self) -> list[int]:
@@ -75,4 +85,10 @@ class Request:
     @property
     def max_tokens(self) -> int | None:
         """Output tokens at most; None: as many as max_model_len leaves room for."""
-        return self.params.max_tokens
+        return self.params.max_tokens if self.samples else 0
+
+    @property
+    def most_hit(self) -> int:
+        """How many of its first tokens need not be computed if they are in the cache."""
+        unread = self.wanted is not None and self.num_read < self.wanted.stop
+        return min(self.num_read, len(self.tokens) - 1) if unread else len(self.tokens) - 1

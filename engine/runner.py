@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,31 @@ from ..models.interface import (
 )
 from ..models.sampling import PARAMS, VARIANTS, row_specs
 from .backend import Backend
-from .batch import Shapes, move_input, padded, row_values, sampling_input, step_input
+from .batch import Shapes, move_input, padded, read_places, row_values, sampling_input, step_input
 from .plan import Admission, Plan, TableWrite, Transfer
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """What a forward leaves: the last hidden row of each sequence, and of a mixed step all rows [T, E], by name."""
+
+    last_RE: Array
+    rows: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What one of a plan's reads brought, on the host, one row a place."""
+
+    hidden: dict[str, np.ndarray]  # [places, E], by name
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """What a step sampled, on the host; one entry a sampled chunk. Logprobs are there if the plan asked for them."""
+    """What a step sampled, on the host; one entry a sampled chunk. Logprobs are there if the plan asked for them.
+
+    `reads` has one entry for each of the plan's.
+    """
 
     token_ids: list[int]
     logprobs: np.ndarray | None = None  # [R], of the sampled tokens
@@ -37,20 +55,22 @@ class StepResult:
     top_ids: np.ndarray | None = None  # [R, N]
     top_logprobs: np.ndarray | None = None
     digests: list[int] | None = None
+    reads: list[ReadResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A launched step whose result has not been read."""
+    """A launched step whose result has not been read. `hidden` are the rows that the plan's reads want."""
 
     plan: Plan
     output: Output | None
     backend: Backend
+    hidden: dict[str, Array] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         """Waits for the step and reads it."""
         if self.output is None:
-            return StepResult([])
+            return StepResult([], reads=self._reads())
         count, o = len(self.plan.sampled), self.output
 
         def read(x: Array | None) -> Any:
@@ -64,7 +84,12 @@ class Pending:
             read(o.top_ids_RN),
             read(o.top_logprobs_RN),
             None if digests is None else digests.tolist(),
+            self._reads(),
         )
+
+    def _reads(self) -> list[ReadResult]:
+        rows, each = self.backend.read_tree(self.hidden), zip(self.plan.reads, read_places(self.plan), strict=True)
+        return [ReadResult({name: rows[name][at] for name in read.hidden}) for read, at in each]
 
 
 def cache_specs(
@@ -109,9 +134,14 @@ class Runner:
             ("groups", self.specs.groups),
         ):
             backend.declare(name, specs)
-        forward = partial(step.forward, model=model, layout=layout, max_num_seqs=max_num_seqs)
+        forward, forward_all = (
+            partial(f, model=model, layout=layout, max_num_seqs=max_num_seqs) for f in (step.forward, step.forward_all)
+        )
         head, compile = partial(step.head, model=model), backend.compile
         self.forward = compile(forward, ("weights", "cache", "inputs"), ("hidden", "cache"), "cache")
+        self.forward_all = compile(
+            forward_all, ("weights", "cache", "inputs"), ("hidden", "rows_of_all", "cache"), "cache"
+        )
         self.head = compile(head, ("weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows")
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
@@ -128,26 +158,32 @@ class Runner:
         """Starts one step. Programs run in stream order, so all that was launched before has then been written."""
         return self.launch_head(plan, self.launch_forward(plan), mask)
 
-    def launch_forward(self, plan: Plan) -> Array:
+    def launch_forward(self, plan: Plan) -> Hidden:
         """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants."""
         self._admit(plan.admitted)
         self._write_tables(plan.table_writes)
         self._move(plan.transfers)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size)
-        hidden, self.cache = self.forward(self.weights, self.cache, inputs)
-        return hidden
+        if inputs.decode:
+            last, self.cache = self.forward(self.weights, self.cache, inputs)
+            return Hidden(last, {})
+        last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)
+        return Hidden(last, rows)
 
-    def launch_head(self, plan: Plan, hidden: Array, mask: np.ndarray | None = None) -> Pending:
+    def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
         """Samples. Apart from the forward, so that a grammar mask (as sampling_input's) delays this half alone."""
-        if not plan.sampled:
-            return Pending(plan, None, self.backend)
+        wanted = {name: hidden.rows[name] for read in plan.reads for name in read.hidden}
+        output = self._sample(plan, hidden.last_RE, mask) if plan.sampled else None
+        for x in [*(vars(output).values() if output else ()), *wanted.values()]:
+            if x is not None:
+                self.backend.prefetch(x)
+        return Pending(plan, output, self.backend, wanted)
+
+    def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask)
         output, rows = self.head(self.weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
-        for x in vars(output).values():
-            if x is not None:
-                self.backend.prefetch(x)
-        return Pending(plan, output, self.backend)
+        return output
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         if not admitted:
@@ -170,7 +206,8 @@ class Runner:
     def warm_up(self) -> int:
         """Compiles every program of the chains, several at a time. Returns how many.
 
-        Logprobs over the whole vocabulary are left out: they are compiled when first asked for.
+        Left out, and compiled when first asked for: logprobs over the whole vocabulary, and taps. All rows of the last
+        layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
         self.backend.precompile(self._calls())
@@ -189,7 +226,7 @@ class Runner:
             for n in shapes.seqs:
                 yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
             for n in shapes.tokens:
-                yield self.forward, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
+                yield self.forward_all, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
         hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
         for n in shapes.sampled:
             for variant in VARIANTS:

@@ -16,6 +16,7 @@ from .draft import Draft, admission
 from .limits import Limits
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .preemption import victim, warn
+from .reads import end_complete, plan_reads
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
 from .siblings import first_will_compute, fork, may_fork
@@ -95,13 +96,13 @@ class Scheduler:
         length = len(r.prompt)
         if not length:
             raise ValueError(f"request {r.id!r} has an empty prompt")
-        if length >= self.config.max_model_len:
+        if length + r.samples > self.config.max_model_len:
             raise ValueError(
-                f"request {r.id!r} has a prompt of {length} tokens: with at least one token of output it is longer "
-                f"than max_model_len {self.config.max_model_len}"
+                f"request {r.id!r} has a prompt of {length} tokens: {'with at least one token of output ' * r.samples}"
+                f"it is longer than max_model_len {self.config.max_model_len}"
             )
-        # the last token is never computed, so it needs no room
-        needed = self._limit(r) - 1
+        # the last token that is sampled is never computed, so it needs no room
+        needed = self._limit(r) - r.samples
         if (group := self.blocks.too_small(needed)) is not None:
             raise ValueError(
                 f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
@@ -114,7 +115,7 @@ class Scheduler:
         if r.id in self.alive:
             raise ValueError(f"request id {r.id!r} is in use")
         self.check(r)
-        r.limit = self._limit(r)
+        r.limit, r.first_step = self._limit(r), self.step
         r.variant, r.num_logprobs = VARIANTS.index(r.params.variant), r.params.num_logprobs
         self.alive[r.id] = r
         self.waiting.push(r)
@@ -138,7 +139,8 @@ class Scheduler:
     def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:
         """Takes in what a step sampled, one token a sampled chunk; returns the requests that got one, in that order.
 
-        Tokens of requests that have ended are dropped. Plans must come in the order in which they were made.
+        Behind them come those that were computed only, and end here. Tokens of requests that have ended are dropped.
+        Plans must come in the order in which they were made.
         """
         if plan.step < self.first_step:
             raise ValueError(f"plan {plan.step} was abandoned; plans from {self.first_step} on can be read")
@@ -155,7 +157,7 @@ class Scheduler:
                 self._stop(r, token)
             elif known >= (full := (r.registered + 1) * size) and r.computed >= full:
                 blocks.register(r)
-        return touched
+        return touched + end_complete(self, plan) if plan.ended else touched
 
     def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request that is alive, running or waiting: "stop", "length", "abort" or "error".
@@ -261,7 +263,7 @@ class Scheduler:
             if r.row is None:
                 continue
             num_tokens = len(r.tokens) + r.in_flight
-            if r.in_flight and num_tokens >= r.limit:
+            if r.complete or (r.in_flight and num_tokens >= r.limit):
                 draft.reasons.append((r.id, Reason.ENDS_UNREAD))
                 continue
             if not draft.budget:
@@ -324,7 +326,7 @@ class Scheduler:
 
     def _set_aside(self, r: Request, families: set[Request | None], draft: Draft) -> Reason | None:
         """Why this one must wait whatever room there is, and those behind it need not."""
-        if r.in_flight:
+        if r.in_flight or r.complete:
             return Reason.IN_FLIGHT
         if not may_fork(r) or not first_will_compute(r, draft):
             return None
@@ -380,7 +382,7 @@ class Scheduler:
         for r, n in planned.items():
             start, known = r.computed, len(r.tokens)
             r.computed = end = start + n
-            samples = end == known + r.in_flight
+            samples = end == known + r.in_flight and r.samples
             assert r.row is not None
             chunks.append(Chunk(r.id, r.row, start, n, samples))
             if samples:
@@ -389,6 +391,8 @@ class Scheduler:
                     draft.variant = r.variant
                 if r.num_logprobs > draft.num_logprobs:
                     draft.num_logprobs = r.num_logprobs
+            if r.wanted or not r.samples:
+                plan_reads(r, start, draft)
             if start < len(r.prompt):
                 self.num_prompt_tokens += min(end, len(r.prompt)) - start
             if end >= (full := (r.registered + 1) * size) and known >= full:
@@ -406,7 +410,7 @@ class Scheduler:
         return len(r.tokens) + r.in_flight - r.computed
 
     def _ends_unread(self, r: Request) -> bool:
-        return r.in_flight > 0 and r.num_tokens >= r.limit
+        return r.complete or (r.in_flight > 0 and r.num_tokens >= r.limit)
 
     def _blocks_wanted(self, decodes: Iterable[Request]) -> int:
         """Blocks of each group that these running requests need for their next token: newcomers must leave them."""

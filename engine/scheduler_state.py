@@ -7,6 +7,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
+from .reads import wanted_from
 from .request import Request
 from .sampling_params import SamplingParams
 
@@ -14,6 +15,7 @@ from .sampling_params import SamplingParams
 PLAIN = (
     *("id", "prompt", "priority", "arrival", "cache_salt", "index", "tokens", "limit", "variant", "num_logprobs"),
     *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
+    *("samples", "num_read", "complete", "first_step"),
 )
 
 
@@ -42,6 +44,7 @@ def _dump(r: Request) -> dict[str, Any]:
     return value | {
         "params": {name: _plain(v) for name, v in params.items() if v != getattr(SamplingParams, name)},
         "key": list(r.key),
+        "wanted": vars(r.wanted).copy() if r.wanted else None,
         "eos_ids": sorted(r.eos_ids),
         "blocks": [list(table) for table in r.blocks],
         "hashes": [h.hex() for h in r.hashes],
@@ -56,6 +59,7 @@ def _load(value: dict[str, Any]) -> Request:
         SamplingParams(**value["params"]),
         key=(first, second),
         eos_ids=frozenset(value["eos_ids"]),
+        wanted=wanted_from(value["wanted"]),
     )
     for name in PLAIN[2:]:
         plain = value[name]

@@ -11,7 +11,8 @@ from .request import Request
 
 def may_fork(r: Request) -> bool:
     """Whether it has nothing but the prompt that it shares with siblings."""
-    return r.first is not None and len(r.tokens) == len(r.prompt) and not r.params.skip_reading_prefix_cache
+    alone = r.first is None or r.wanted is not None or r.params.skip_reading_prefix_cache
+    return not alone and len(r.tokens) == len(r.prompt)
 
 
 def first_will_compute(r: Request, draft: Draft) -> bool:

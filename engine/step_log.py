@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
 
 FORMAT = 2
 
@@ -93,6 +93,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         value["transfers"] = [[t.group, t.source, t.target] for t in plan.transfers]
     if plan.reasons:
         value["reasons"] = [list(reason) for reason in plan.reasons]
+    if plan.reads:
+        value["reads"] = [list(vars(read).values()) for read in plan.reads]
+    if plan.ended:
+        value["ended"] = list(plan.ended)
     return value
 
 
@@ -107,7 +111,15 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         value["variant"],
         value["num_logprobs"],
         tuple((request_id, Reason(code)) for request_id, code in value.get("reasons", ())),
+        tuple(_read(*r) for r in value.get("reads", ())),
+        tuple(value.get("ended", ())),
     )
+
+
+def _read(
+    chunk: int, start: int, stop: int, targets: list[int], num_logprobs: int, ids: list[list[int]], hidden: list[str]
+) -> Read:
+    return Read(chunk, start, stop, tuple(targets), num_logprobs, tuple(map(tuple, ids)), tuple(hidden))
 
 
 def _admission(

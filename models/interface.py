@@ -48,7 +48,8 @@ class StepInput:
     """One ragged, padded step as the host knows it: who, how many tokens each, which blocks. No token, no position.
 
     `num_tokens` (T) and `decode` are static: no array here has a T axis, so the shape of a step must be said.
-    `decode` promises at most one token a sequence. `extra` is declared by the ModelSpec; empty for text.
+    `decode` promises at most one token a sequence. `extra` is declared by the ModelSpec; empty for text. `taps`, static
+    too, name what forward_all keeps beside the last layer's rows.
     """
 
     rows_S: Array
@@ -57,6 +58,7 @@ class StepInput:
     num_tokens: int
     decode: bool
     extra: dict[str, Array] = field(default_factory=dict)
+    taps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,17 +41,31 @@ def derive_all(weights: dict, cache: CacheState, inputs: StepInput, model: Model
 
 
 def run_layers(
-    weights: dict, cache: CacheState, inputs: StepInput, *, ops: Any, model: ModelSpec, layout: CacheLayout
+    weights: dict,
+    cache: CacheState,
+    inputs: StepInput,
+    *,
+    ops: Any,
+    model: ModelSpec,
+    layout: CacheLayout,
+    tapped: dict[str, Array] | None = None,
 ) -> tuple[Array, CacheState]:
-    """Embeds a step's tokens and runs every layer. Returns the hidden rows of all tokens, and the cache."""
+    """Embeds a step's tokens and runs every layer. Returns the hidden rows of all tokens, and the cache.
+
+    What inputs.taps name is put into `tapped`: "embed", or "layer.i", the rows behind layer i (the first is 0).
+    """
     steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
     ops = ops.for_step(steps)
-    x_TE = model.embed(weights, steps[0], ops)
+    x_TE, tapped = model.embed(weights, steps[0], ops), {} if tapped is None else tapped
+    if "embed" in inputs.taps:
+        tapped["embed"] = x_TE
     home = {layer: (g, i) for g, group in enumerate(model.groups) for i, layer in enumerate(group.layers)}
     groups = [list(group) for group in cache.groups]
     for n, w in enumerate(weights["layers"]):
         g, i = home[n]
         x_TE, groups[g][i] = model.layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
+        if f"layer.{n}" in inputs.taps:
+            tapped[f"layer.{n}"] = x_TE
     computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
     return x_TE, CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
 
@@ -70,11 +84,35 @@ def forward(
 
     The hidden rows are padded to [max_num_seqs, E], so that the head's shapes do not depend on the step's.
     """
-    xp = ops.xp
     x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout)
+    return last_rows(x_TE, inputs, max_num_seqs, ops), cache
+
+
+def forward_all(
+    weights: dict,
+    cache: CacheState,
+    inputs: StepInput,
+    *,
+    ops: Any,
+    model: ModelSpec,
+    layout: CacheLayout,
+    max_num_seqs: int,
+) -> tuple[Array, dict[str, Array], CacheState]:
+    """As forward, and the hidden rows [T, E] of all tokens: "last", behind the last layer, and those of inputs.taps.
+
+    None of them has been through the final norm. Padding has rows too, of no meaning.
+    """
+    tapped: dict[str, Array] = {}
+    x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout, tapped=tapped)
+    return last_rows(x_TE, inputs, max_num_seqs, ops), {"last": x_TE} | tapped, cache
+
+
+def last_rows(x_TE: Array, inputs: StepInput, max_num_seqs: int, ops: Any) -> Array:
+    """The hidden row of each sequence's last token, padded to [max_num_seqs, E]."""
+    xp = ops.xp
     last_S = xp.clip(inputs.query_starts_S1[1:] - 1, 0, inputs.num_tokens - 1)
     last_R = last_S[xp.clip(ops.arange(max_num_seqs, like=last_S), 0, last_S.shape[0] - 1)]
-    return x_TE[last_R], cache
+    return x_TE[last_R]
 
 
 def head(

@@ -27,13 +27,24 @@ class Host:
 
 def logits(model: ModelSpec, weights: dict[str, Any], ids: list[int]) -> np.ndarray:
     """[T, V]: the logits after each token of one sequence. `weights` are numpy arrays of any float dtype."""
-    c, w = model.config, map_tree(lambda x: np.asarray(x).astype(np.float64), weights)
+    w, x = as_float64(weights), hidden(model, weights, ids)[-1]
+    return norm(x, w["final_norm"], model.config.norm_eps) @ w.get("unembed", w["embed"]).T
+
+
+def as_float64(weights: dict[str, Any]) -> dict[str, Any]:
+    return map_tree(lambda x: np.asarray(x).astype(np.float64), weights)
+
+
+def hidden(model: ModelSpec, weights: dict[str, Any], ids: list[int]) -> list[np.ndarray]:
+    """[T, E] as embedded, then behind each layer; none has been through the final norm."""
+    c, w = model.config, as_float64(weights)
     cos, sin = rotations(c, len(ids))
-    x = w["embed"][ids]
+    rows = [x := w["embed"][ids]]
     for layer, window in zip(w["layers"], c.windows or (None,) * c.num_layers, strict=True):
         x = x + attention(c, layer, norm(x, layer["attn_norm"], c.norm_eps), cos, sin, window)
         x = x + mlp(layer, norm(x, layer["mlp_norm"], c.norm_eps))
-    return norm(x, w["final_norm"], c.norm_eps) @ w.get("unembed", w["embed"]).T
+        rows.append(x)
+    return rows
 
 
 def greedy(model: ModelSpec, weights: dict[str, Any], prompt: list[int], num_tokens: int) -> list[int]:
