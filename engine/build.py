@@ -259,6 +259,7 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
         "threads": runner.backend.threads,
         "model": config.model.name if isinstance(config.model, ModelSpec) else str(config.model),
+        "is_spec": isinstance(config.model, ModelSpec),
         "weights_crc32": _checksum(runner),
         "backend": config.backend,
         "dtype": config.dtype,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_arguments import engine_arguments
+from .cli_report import print_error, reporting, show
+from .lab.cli import register
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Lists, fetches and inspects checkpoints.", no_args_is_help=True)
 app.add_typer(models, name="models")
+register(app)
 
 # engine arguments of LLM(...) that no option below names: --max-model-len 2048, --no-enable-prefix-caching ...
 TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -72,7 +74,7 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Prints what the model makes of one prompt, as it comes, or of many prompts at once."""
-    with _reporting(debug):
+    with reporting(debug):
         if system is not None and not chat:
             raise ValueError(f"--system {system!r} needs --chat")
         prompts = prompt or [_read_stdin()]
@@ -115,7 +117,7 @@ def chat(
     debug: Debug = False,
 ) -> None:
     """Talks with a model. /reset forgets the conversation, /quit (or the end of input) leaves."""
-    with _reporting(debug):
+    with reporting(debug):
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         llm, params = _engine(model, backend, context, sampling | {"min_p": min_p, "seed": seed})
         opening = [{"role": "system", "content": system}] if system is not None else []
@@ -136,7 +138,7 @@ def _answered(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) 
     try:
         text = _write_stream(llm, messages, params)
     except ValueError as error:
-        _print_error(error)
+        print_error(error)
         return messages[:-1]
     return [*messages, {"role": "assistant", "content": text}]
 
@@ -157,17 +159,17 @@ def _lines() -> Iterator[str]:
 @models.command("list")
 def list_models(as_json: Json = False, debug: Debug = False) -> None:
     """Lists the models that have an alias, and those in the cache folder."""
-    with _reporting(debug):
+    with reporting(debug):
         from .loading import catalog
 
         entries = catalog.list_models()
-        _show([dataclasses.asdict(entry) for entry in entries], as_json, title="models")
+        show([dataclasses.asdict(entry) for entry in entries], as_json, title="models")
 
 
 @models.command()
 def pull(name: Annotated[str, typer.Argument(help="An alias or a hub id.")], debug: Debug = False) -> None:
     """Fetches a model into the cache folder and prints where it is."""
-    with _reporting(debug):
+    with reporting(debug):
         from .loading import catalog
 
         print(catalog.pull(name))
@@ -180,10 +182,10 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Shows what a checkpoint holds: architecture, sizes, tensors."""
-    with _reporting(debug):
+    with reporting(debug):
         from .loading import catalog
 
-        _show(catalog.inspect_checkpoint(name), as_json, title=name)
+        show(catalog.inspect_checkpoint(name), as_json, title=name)
 
 
 @app.command(context_settings=TAKES_MORE, epilog=MORE)
@@ -195,11 +197,11 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Shows where the memory would go: weights, rows, cache, activations, before anything is allocated."""
-    with _reporting(debug):
+    with reporting(debug):
         from .config import engine_config
 
         config = engine_config(model, backend=backend, **engine_arguments(context.args))
-        _show(dataclasses.asdict(_memory_plan(config)), as_json, title=f"memory plan of {model}, bytes on one device")
+        show(dataclasses.asdict(_memory_plan(config)), as_json, title=f"memory plan of {model}, bytes on one device")
 
 
 def _memory_plan(config: EngineConfig) -> MemoryPlan:
@@ -252,40 +254,6 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt TEXT, or pipe one in")
     return sys.stdin.read().rstrip("\n")
-
-
-@contextlib.contextmanager
-def _reporting(debug: bool) -> Iterator[None]:
-    """Turns what a user can get wrong into one line on stderr and exit status 1; --debug lets it through."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("octavo").setLevel(logging.DEBUG if debug else logging.WARNING)
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError) as error:
-        if debug or isinstance(error, BrokenPipeError):
-            raise
-        _print_error(error)
-        raise typer.Exit(1) from None
-
-
-def _print_error(error: Exception) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
-
-
-def _show(value: Any, as_json: bool, title: str) -> None:
-    """Prints a value that is made of dicts, lists and scalars: as JSON, or as tables."""
-    if as_json:
-        print(json.dumps(value, indent=2, default=str))
-        return
-    from rich.console import Console
-
-    from .cli_tables import tables
-
-    for table in tables(value, title):
-        Console().print(table)
 
 
 def main() -> None:

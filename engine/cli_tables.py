@@ -26,6 +26,8 @@ def readable(name: str, value: Any) -> str:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):
         return _bytes(value) if name.split("_")[-1] in ("bytes", "nbytes") else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
     if isinstance(value, list | tuple):
         return ", ".join(str(v) for v in value)
     return str(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,8 @@ def rerun(path: str | Path) -> Decisions:
     num_steps = 0
     for number, line in enumerate(lines, 2):
         if "plan" in line:
-            logged, made = from_json(line["plan"]), scheduler.schedule()
+            with quiet():
+                logged, made = from_json(line["plan"]), scheduler.schedule()
             if difference := compare_plans(number, logged, made):
                 return Decisions(num_steps, known, difference)
             unread[logged.step] = logged
@@ -61,6 +64,18 @@ def rerun(path: str | Path) -> Decisions:
         else:
             take_event(scheduler, line, known)
     return Decisions(num_steps, known, None)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the scheduler's warnings: what is decided again was warned of before."""
+    log = logging.getLogger(Scheduler.__module__)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def take_event(scheduler: Scheduler, line: Mapping[str, Any], known: dict[str, Request]) -> None:

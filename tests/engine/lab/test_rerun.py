@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
 from octavo.engine.lab.explain import explain
@@ -21,7 +22,13 @@ def log_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A run with preemptions, prefix hits, forks, an abort, a stop string's kind of end, and a reset cache."""
     path = tmp_path_factory.mktemp("log") / "steps.jsonl"
     logging.getLogger("octavo").setLevel(logging.ERROR)
-    llm = engine(num_gpu_blocks_override=15, max_model_len=104, step_log=str(path), async_scheduling=request.param)
+    llm = engine(
+        backend=BACKENDS[0],
+        num_gpu_blocks_override=15,
+        max_model_len=104,
+        step_log=str(path),
+        async_scheduling=request.param,
+    )
     tokens(llm, PROMPTS[:7], RANDOM)
     assert llm.reset_prefix_cache()
     tokens(llm, [PROMPTS[3]], replace(RANDOM, n=3))

@@ -1,0 +1,135 @@
+"""Commands of the laboratory: replay, explain, simulate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cli_arguments import engine_arguments
+from ..cli_report import reporting, show
+
+TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
+Log = Annotated[Path, typer.Argument(help="A step log: LLM(..., step_log=FILE) writes one.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command(context_settings=TAKES_MORE, epilog="Other engine arguments override the logged ones.")(replay)
+    app.command()(explain)
+    app.command()(simulate)
+
+
+def replay(
+    context: typer.Context,
+    log: Log,
+    to: Annotated[int | None, typer.Option(help="The last step to run.")] = None,
+    on: Annotated[str | None, typer.Option(help="Run this backend beside the logged one, and compare.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Runs a logged run again: same decisions, tokens and logits? Names the first difference; exit status 1 then."""
+    with reporting(debug):
+        from .replay import replay as run
+
+        found = run(log, to=to, on=on, progress=not as_json, **engine_arguments(context.args))
+        if as_json:
+            print(json.dumps(asdict(found) | {"ok": found.ok}, default=str))
+        else:
+            print(_verdict(found))
+        if not found.ok:
+            raise typer.Exit(1)
+
+
+def _verdict(found: Any) -> str:
+    lines = [f"changed since: {change}" for change in found.changes]
+    if found.difference is not None:
+        lines.insert(0, f"first difference: {found.difference}")
+    ran = f"{found.num_steps} steps, {found.num_tokens} tokens"
+    if found.max_error is None:
+        lines.append(f"{ran} were equal in every bit")
+    else:
+        lines.append(f"{ran}; logprobs differ by at most {found.max_error:.1e} (tolerance {found.tolerance:.0e})")
+    return "\n".join(lines)
+
+
+def explain(
+    log: Log,
+    request: Annotated[str, typer.Argument(help="The request's id.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Tells why a request waited, what it hit in the cache, when it was preempted and how it ended."""
+    with reporting(debug):
+        from .explain import explain as tell
+
+        show([asdict(p) for p in tell(log, request)], as_json, title=f"request {request}")
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="JSON lines of arrival, prompt, output ..., or a step log.")],
+    num_blocks: Annotated[int, typer.Option(help="Blocks of the cache, the null block included.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of a request.")] = 8192,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse equal beginnings of prompts.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Plan a step before the one before it is read.")] = True,
+    cost: Annotated[str | None, typer.Option(help='Seconds: {"base": 2e-3, "per_token": 2e-5 ...} or a file.')] = None,
+    measure: Annotated[str | None, typer.Option(help="Take the cost from steps of this model, run here.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Runs the production scheduler on a trace, with a fake step under a virtual clock; or a step log's decisions."""
+    with reporting(debug):
+        from .simulate import Simulation, make_scheduler, read_trace
+
+        if _is_step_log(trace):
+            _show_decisions(trace, as_json)
+            return
+        scheduler = make_scheduler(
+            num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        simulation = Simulation(scheduler, _cost(cost, measure), overlap=overlap)
+        show(simulation.run(read_trace(trace)).to_json(), as_json, title=f"simulation of {trace}, seconds")
+
+
+def _is_step_log(path: Path) -> bool:
+    with open(path) as file:
+        return file.readline().startswith('{"header"')
+
+
+def _show_decisions(log: Path, as_json: bool) -> None:
+    """Whether the scheduler, told what the logged one was told, decides the same."""
+    from .rerun import rerun
+
+    found = rerun(log)
+    value = {"num_steps": found.num_steps, "num_requests": len(found.requests)}
+    show(value | {"difference": str(found.difference) if found.difference else None}, as_json, title=str(log))
+    if found.difference is not None:
+        raise typer.Exit(1)
+
+
+def _cost(given: str | None, measured: str | None) -> Any:
+    from .cost import measure
+    from .simulate import Cost, cost_from
+
+    if given and measured:
+        raise ValueError("--cost and --measure: give one of them")
+    if measured:
+        return measure(measured)
+    if given is None:
+        return Cost()
+    return cost_from(json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))
