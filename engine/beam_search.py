@@ -1,0 +1,180 @@
+"""Beam search: the likeliest continuations, found by widening the best few one token at a time.
+
+Each round is one generate() of one-token requests, all beams of all prompts together. A beam's request finds all but
+its last block in the prefix cache, where its parent left it: a round computes at most block_size tokens a beam, and
+the prompt is computed once. Without prefix caching every round computes every beam anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from .checks import check_names, flag, integer, number
+from .outputs import Logprob, RequestOutput
+from .prompts import Prompt, salt_of
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """What a beam search is to find; names and defaults are vLLM's.
+
+    A sequence of n output tokens, its end-of-text counted, scores cumulative logprob / n ** length_penalty.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # keep the end-of-text token in `tokens` and `text`
+
+    def __new__(cls, **names: Any) -> BeamSearchParams:
+        check_names("beam search parameter", names, (f.name for f in fields(cls)), {"n": "it is called beam_width"})
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        integer("beam_width", self.beam_width, 1)
+        integer("max_tokens", self.max_tokens, 1)
+        number("length_penalty", self.length_penalty, -100, 100)
+        flag("ignore_eos", self.ignore_eos)
+        flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        if number("temperature", self.temperature, 0, 2) != 0:
+            raise ValueError(f"temperature {self.temperature}: beams are ranked by the model's own logprobs, give 0")
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One of the sequences found. `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` do not.
+
+    An end-of-text token counts in `cum_logprob`, `score` and `logprobs` also where it is left out of `tokens`.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    logprobs: list[dict[int, Logprob]]
+    num_prompt_tokens: int
+    text: str | None  # None: there is no tokenizer
+    finish_reason: str  # "stop" or "length"
+    stop_reason: int | None = None  # the id that ended it
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """What was found behind one prompt, the best first: at most beam_width sequences."""
+
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+class Beam(NamedTuple):
+    """A sequence in the making."""
+
+    tokens: list[int]
+    logprob: float
+    entries: tuple[dict[int, Logprob], ...] = ()
+    end: int | None = None  # the end-of-text id that it ends with
+
+
+class Search:
+    """The beams behind one prompt."""
+
+    def __init__(
+        self, prompt: Sequence[int], salt: str | None, params: BeamSearchParams, limit: int, eos_ids: frozenset[int]
+    ):
+        self.prompt, self.salt, self.params, self.limit = list(prompt), salt, params, limit
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self.live = [Beam(self.prompt, 0.0)]
+        self.done: list[Beam] = []
+
+    def prompts(self) -> list[Prompt]:
+        """What the engine is to continue by one token."""
+        salt = {} if self.salt is None else {"cache_salt": self.salt}
+        return [{"prompt_token_ids": beam.tokens} | salt for beam in self.live]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Takes in a token's logprobs behind each live beam, and keeps the best."""
+        grown: list[Beam] = []
+        for beam, output in zip(self.live, outputs, strict=True):
+            (entry,) = output.outputs[0].logprobs or ()
+            for token, found in entry.items():
+                child = Beam([*beam.tokens, token], beam.logprob + found.logprob, (*beam.entries, entry))
+                if token in self.eos_ids:
+                    self.done.append(child._replace(end=token))
+                else:
+                    grown.append(child)
+        width = self.params.beam_width
+        self.done = sorted(self.done, key=self.score, reverse=True)[:width]
+        # all are equally long, so the likeliest score best
+        self.live = sorted(grown, key=lambda beam: beam.logprob, reverse=True)[:width]
+        if self._length(self.live[0]) == self.limit or self._is_decided():
+            self.done = sorted(self.done + self.live, key=self.score, reverse=True)[:width]
+            self.live = []
+
+    def _is_decided(self) -> bool:
+        """Whether no beam can still beat what is done: its logprob only falls, whatever its length will be."""
+        if len(self.done) < self.params.beam_width:
+            return False
+        best, penalty = self.live[0], self.params.length_penalty
+        length = self.limit if penalty > 0 else self._length(best) + 1
+        return self.score(self.done[-1]) >= best.logprob / length**penalty
+
+    def _length(self, beam: Beam) -> int:
+        return len(beam.tokens) - len(self.prompt)
+
+    def score(self, beam: Beam) -> float:
+        return beam.logprob / self._length(beam) ** self.params.length_penalty
+
+    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        return BeamSearchOutput(self.prompt, [self._sequence(beam, tokenizer) for beam in self.done])
+
+    def _sequence(self, beam: Beam, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+        cut = beam.end is not None and not self.params.include_stop_str_in_output
+        tokens = beam.tokens[:-1] if cut else beam.tokens
+        return BeamSearchSequence(
+            tokens=tokens,
+            cum_logprob=beam.logprob,
+            score=self.score(beam),
+            logprobs=list(beam.entries),
+            num_prompt_tokens=len(self.prompt),
+            text=None if tokenizer is None else tokenizer.decode(tokens),
+            finish_reason="length" if beam.end is None else "stop",
+            stop_reason=beam.end,
+        )
+
+
+def step_params(params: BeamSearchParams, eos_ids: frozenset[int], vocab_size: int, max_logprobs: int) -> SamplingParams:
+    """What each round asks of the engine: the likeliest 2 * beam_width tokens, enough to go on beside end-of-text.
+
+    Raises ValueError where max_logprobs forbids that.
+    """
+    width = params.beam_width
+    wanted = min(max(2 * width, width + len(eos_ids)), vocab_size)
+    if max_logprobs != -1 and wanted > max_logprobs:
+        raise ValueError(f"beam_width {width} needs {wanted} logprobs a step: max_logprobs is {max_logprobs}")
+    return SamplingParams(temperature=0, max_tokens=1, logprobs=wanted, detokenize=False, ignore_eos=True)
+
+
+def beam_search(searches: Sequence[Search], params: SamplingParams, generate: Generate, at_once: int) -> None:
+    """Runs searches to their end, `at_once` prompts together."""
+    for start in range(0, len(searches), at_once):
+        batch = searches[start : start + at_once]
+        while running := [search for search in batch if search.live]:
+            prompts = [search.prompts() for search in running]
+            outputs = iter(generate([prompt for each in prompts for prompt in each], params))
+            for search, each in zip(running, prompts):
+                search.advance([next(outputs) for _ in each])
+
+
+def salts_of(prompts: Sequence[Prompt]) -> list[str | None]:
+    return [salt_of(prompt, None) if isinstance(prompt, Mapping) else None for prompt in prompts]
