@@ -7,17 +7,19 @@ the prompt is computed once. Without prefix caching every round computes every b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .checks import check_names, flag, integer, number
 from .outputs import Logprob, RequestOutput
-from .prompts import Prompt, salt_of
+from .progress import Progress
+from .prompts import Prompt, list_of_prompts, salt_of, token_ids_of
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
-Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
+if TYPE_CHECKING:
+    from .llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,9 @@ class Search:
         self.done = sorted(self.done, key=self.score, reverse=True)[:width]
         # all are equally long, so the likeliest score best
         self.live = sorted(grown, key=lambda beam: beam.logprob, reverse=True)[:width]
-        if self._length(self.live[0]) == self.limit or self._is_decided():
-            self.done = sorted(self.done + self.live, key=self.score, reverse=True)[:width]
+        if self._length(self.live[0]) == self.limit:
+            self.done, self.live = sorted(self.done + self.live, key=self.score, reverse=True)[:width], []
+        elif self._is_decided():
             self.live = []
 
     def _is_decided(self) -> bool:
@@ -153,7 +156,9 @@ class Search:
         )
 
 
-def step_params(params: BeamSearchParams, eos_ids: frozenset[int], vocab_size: int, max_logprobs: int) -> SamplingParams:
+def step_params(
+    params: BeamSearchParams, eos_ids: frozenset[int], vocab_size: int, max_logprobs: int
+) -> SamplingParams:
     """What each round asks of the engine: the likeliest 2 * beam_width tokens, enough to go on beside end-of-text.
 
     Raises ValueError where max_logprobs forbids that.
@@ -165,16 +170,38 @@ def step_params(params: BeamSearchParams, eos_ids: frozenset[int], vocab_size: i
     return SamplingParams(temperature=0, max_tokens=1, logprobs=wanted, detokenize=False, ignore_eos=True)
 
 
-def beam_search(searches: Sequence[Search], params: SamplingParams, generate: Generate, at_once: int) -> None:
-    """Runs searches to their end, `at_once` prompts together."""
-    for start in range(0, len(searches), at_once):
-        batch = searches[start : start + at_once]
-        while running := [search for search in batch if search.live]:
-            prompts = [search.prompts() for search in running]
-            outputs = iter(generate([prompt for each in prompts for prompt in each], params))
-            for search, each in zip(running, prompts):
-                search.advance([next(outputs) for _ in each])
+def beam_search(
+    llm: LLM, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
+) -> list[BeamSearchOutput]:
+    """The beams behind each prompt, in order; `concurrency_limit` is how many prompts are searched at a time."""
+    if not isinstance(params, BeamSearchParams):
+        raise ValueError(f"params {params!r} is not a BeamSearchParams")
+    prompts = list_of_prompts(prompts)
+    searches = [_search(llm, prompt, params) for prompt in prompts]
+    each_step = step_params(params, llm.eos_ids, llm.model.vocab_size, llm.config.max_logprobs)
+    at_once = len(prompts) if concurrency_limit is None else integer("concurrency_limit", concurrency_limit, 1)
+    with Progress(len(searches), use_tqdm) as bar:
+        for start in range(0, len(searches), max(at_once, 1)):
+            running = searches[start : start + at_once]
+            while running:
+                _advance(llm, running, each_step)
+                left = [search for search in running if search.live]
+                bar.advance(sum(len(search.live) for search in left), len(running) - len(left))
+                running = left
+    return [search.output(llm.tokenizer) for search in searches]
 
 
-def salts_of(prompts: Sequence[Prompt]) -> list[str | None]:
-    return [salt_of(prompt, None) if isinstance(prompt, Mapping) else None for prompt in prompts]
+def _search(llm: LLM, prompt: Prompt, params: BeamSearchParams) -> Search:
+    ids, longest = token_ids_of(prompt, llm.tokenizer, llm.model.vocab_size), llm.scheduler.config.max_model_len
+    if len(ids) >= longest:
+        raise ValueError(f"a prompt of {len(ids)} tokens leaves no room for output: max_model_len is {longest}")
+    limit = min(params.max_tokens, longest - len(ids))
+    return Search(ids, salt_of(prompt, None), params, limit, llm.eos_ids)
+
+
+def _advance(llm: LLM, searches: Sequence[Search], params: SamplingParams) -> None:
+    """One round, of all beams of these prompts together."""
+    prompts = [search.prompts() for search in searches]
+    outputs = iter(llm.generate([prompt for each in prompts for prompt in each], params, use_tqdm=False))
+    for search, each in zip(searches, prompts, strict=True):
+        search.advance([next(outputs) for _ in each])

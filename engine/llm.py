@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from .build import build
 from .checks import integer, sequence
 from .config import engine_config
@@ -105,6 +106,17 @@ class LLM:
         conversations = list_of_messages(messages)
         prompts = [{"prompt_token_ids": self._chat_ids(c, template)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best sequences behind each prompt; `concurrency_limit` is how many prompts are searched at a time."""
+        return beam_search(self, prompts, params, use_tqdm=use_tqdm, concurrency_limit=concurrency_limit)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Iterator[str]:
         """The text of one completion, piece by piece. `prompt` may also be a list of chat messages.

@@ -22,7 +22,7 @@ HINTS = {
     "max_new_tokens": "it is called max_tokens here",
     "sampling_seed": "it is called seed here",
     "best_of": "it is gone; use n",
-    "use_beam_search": "it is gone, and beam search is not supported",
+    "use_beam_search": "it is gone; use LLM.beam_search",
     "guided_decoding": "it is called structured_outputs now",
     "logits_processors": "processors for one request are not supported",
 }
