@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..models.interface import Array, ArraySpec
+from ..models.interface import Array, ArraySpec, AttentionSpec
 
 BACKENDS = ("torch", "jax")  # in the order in which "auto" takes what is installed
 
@@ -21,6 +21,7 @@ class Backend(Protocol):
     ops: Any
     dtype: str  # of weights and caches whose spec names none
     eager: bool  # programs are not compiled: a shape costs nothing, so padding can be exact
+    graph_tokens: int | None  # larger steps are run op by op, smaller ones from graphs; None: there are no graphs
     threads: int  # of the CPU, that products use: other numbers may give other last bits
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:
@@ -75,6 +76,10 @@ class Backend(Protocol):
 
     def free_memory(self) -> int | None:
         """Bytes free on the device; None where that is the host's memory."""
+        ...
+
+    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+        """Whether attention of these specs costs the same with a wider block table."""
         ...
 
     def num_compiles(self) -> int:

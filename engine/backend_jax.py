@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernels_pallas.ops import JaxOps
-from ..models.interface import ArraySpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
+from ..models.interface import ArraySpec, AttentionSpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
 from ..sharding.rules import ShardingRules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,6 +73,7 @@ class JaxBackend:
     """Places arrays and compiles programs. `dtype` is that of weights whose spec names none."""
 
     name = "jax"
+    graph_tokens = None
 
     def __init__(
         self,
@@ -191,6 +192,10 @@ class JaxBackend:
         """Bytes free on the first GPU; None on a CPU."""
         stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+
+    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+        """Whether attention of these specs costs the same with a wider block table."""
+        return False
 
     def num_compiles(self) -> int:
         """Programs compiled by this process so far, those loaded from the cache on disk included."""

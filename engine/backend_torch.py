@@ -1,4 +1,7 @@
-"""Runs the programs in torch, eagerly. The consumed argument is written in place and voided, or copied in pure mode."""
+"""Runs the programs in torch. The consumed argument is written in place and voided, or copied in pure mode.
+
+On a GPU they become CUDA graphs (graph_torch.py), except in pure mode and under enforce_eager; on a CPU they run eagerly.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,14 @@ import torch
 from ..kernels_triton.ops import TorchOps
 from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
+from .graph_torch import GraphPool, Program
 
 Tensor = torch.Tensor
 # tuples: a union would be made anew at each of the hundreds of calls a step
 ARRAYS, SEQUENCES = (Tensor, np.ndarray, Packed), (list, tuple)
 DTYPES = ("float32", "bfloat16", "float16")
+# of a step that is worth a graph: more keep a GPU busy for longer than the host takes to launch them
+GRAPH_TOKENS = 2048
 
 
 class Void(Tensor):
@@ -102,7 +109,6 @@ class TorchBackend:
     """torch on one device. `dtype` is that of weights and cache whose spec leaves it open."""
 
     name = "torch"
-    eager = True
 
     def __init__(
         self,
@@ -112,6 +118,7 @@ class TorchBackend:
         pure: bool = False,
         attention: str = "auto",
         threads: int | None = None,
+        eager: bool = False,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -119,6 +126,10 @@ class TorchBackend:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.ops = TorchOps(pure, attention)
+        self.eager = eager or pure or self.device.type == "cpu"
+        self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
+        self.capture = None if self.eager else GraphPool(self.device)
+        self.programs: list[Program] = []
         self.threads = threads or physical_cores()
         torch.set_num_threads(self.threads)
         # fp32 means fp32: no TF32, no bf16 passes
@@ -142,8 +153,21 @@ class TorchBackend:
     def compile(
         self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
     ) -> Callable[..., Any]:
-        """fn run eagerly: inputs land in static buffers, the consumed argument is voided (copied in pure mode)."""
+        """fn as graphs, or run eagerly. Inputs land in static buffers, the consumed argument is voided (or copied)."""
         at, weights = args.index(consumes), args.index("weights") if "weights" in args else -1
+        if self.capture is not None:
+            program = Program(
+                partial(fn, ops=self.ops),
+                at=at,
+                weights=weights,
+                back=outs.index(consumes) if len(outs) > 1 else None,
+                consume=self.consume,
+                capture=self.capture,
+                device=self.device,
+                most_tokens=GRAPH_TOKENS,
+            )
+            self.programs.append(program)
+            return program
         static = {i: StaticInputs(self.device) for i in range(len(args)) if i not in (at, weights)}
 
         @torch.inference_mode()
@@ -155,7 +179,19 @@ class TorchBackend:
         return run
 
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Nothing: eager programs are not compiled."""
+        """Records the graphs of these calls; of those too large for one, the largest is run. Eagerly: nothing.
+
+        Running is what compiles kernels and loads libraries, so arguments must be padding: they are computed.
+        """
+        largest: dict[Program, tuple[Any, ...]] = {}
+        for program, xs in calls:
+            if isinstance(program, Program):
+                if program.is_captured(xs):
+                    program.prepare(*xs)
+                else:
+                    largest[program] = xs
+        for program, xs in largest.items():
+            program.prepare(*xs)
 
     def consume(self, tree: Any) -> Any:
         """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""
@@ -170,11 +206,20 @@ class TorchBackend:
         return torch.inference_mode()
 
     def prefetch(self, x: Tensor) -> None:
-        """Nothing: on a CPU an eager step is done when it returns, and on a GPU `read` waits and copies."""
+        """Starts copying x from a GPU to pinned memory, where `read` finds it. On a CPU a step is done already."""
+        if x.is_cuda:
+            host, copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+            host.copy_(x, non_blocking=True)
+            copied.record()
+            x.__dict__["prefetched"] = host, copied
 
     def read(self, x: Tensor | Packed) -> np.ndarray:
         """A copy on the host; of a packed weight, as it was before."""
-        host = (x.dense() if isinstance(x, Packed) else x).detach().cpu()
+        if isinstance(x, Tensor) and not isinstance(x, Void) and "prefetched" in x.__dict__:
+            host, copied = x.__dict__["prefetched"]
+            copied.synchronize()
+        else:
+            host = (x.dense() if isinstance(x, Packed) else x).detach().cpu()
         if host.dtype == torch.bfloat16:
             return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
         return host.numpy().copy()
@@ -184,11 +229,16 @@ class TorchBackend:
         return map_arrays(self.read, tree)
 
     def num_compiles(self) -> int:
-        return 0
+        """Graphs recorded so far."""
+        return sum(program.num_captures for program in self.programs)
 
     def free_memory(self) -> int | None:
         """Bytes free on the GPU; None on a CPU."""
         return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else None
+
+    def any_width(self, specs: Iterable[Any]) -> bool:
+        """Whether attention of these specs costs the same with a wider block table."""
+        return all(self.ops.any_width(spec, getattr(torch, self.dtype), self.device) for spec in set(specs))
 
     def _dtype(self, spec: ArraySpec) -> torch.dtype:
         return getattr(torch, spec.dtype or self.dtype)

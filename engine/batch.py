@@ -13,6 +13,10 @@ from ..models.interface import Sampling, StepInput
 from ..models.sampling import MAX_STOP_IDS, PARAMS
 from .plan import Admission, Plan, Transfer
 
+# rows of a decode graph: a row too many costs least where there are many
+SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
+STEP, LARGE = 128, 64  # tokens between the sizes of a mixed step, as a graph and beyond
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -37,14 +41,29 @@ class Shapes:
         *,
         max_logprobs: int = 20,
         exact: bool = False,
+        graph_tokens: int | None = None,
+        any_width: bool = False,
     ) -> Shapes:
-        """`exact` is for backends that compile nothing: sizes then follow the work closely."""
+        """`exact` is for backends that compile nothing: sizes then follow the work closely. `graph_tokens` is for those
+        that record graphs, which cost less than a compiled program: more sizes, and beyond so many tokens nearly exact
+        ones, which are not recorded. `any_width`: a wider block table costs only its transfer.
+        """
         blocks = -(-max_model_len // block_size)
+        seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
+        sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
+        if exact:
+            seqs = sampled = tuple(range(1, max_num_seqs + 1))
+            tokens = (*range(8, budget, 8), budget)
+        elif graph_tokens is not None:
+            seqs = tuple(n for n in SEQS if n < max_num_seqs) + (max_num_seqs,)
+            sampled = powers(2, max_num_seqs)
+            small = (*powers(2, STEP, 16), *range(2 * STEP, graph_tokens + 1, STEP))
+            tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
         return Shapes(
-            seqs=tuple(range(1, max_num_seqs + 1)) if exact else powers(2, max_num_seqs),
-            tokens=tuple(range(8, budget, 8)) + (budget,) if exact else powers(4, budget, 32),
-            widths=powers(2 if exact else 4, blocks, 8),
-            sampled=tuple(range(1, max_num_seqs + 1)) if exact else powers(4, max_num_seqs),
+            seqs=seqs,
+            tokens=tokens,
+            widths=powers(8, blocks, 512) if any_width else widths,
+            sampled=sampled,
             admitted=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),

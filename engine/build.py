@@ -130,7 +130,8 @@ def _backend_options(config: EngineConfig) -> dict[str, Any]:
     """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     if config.backend == "torch":
-        return options | {"threads": config.threads, "device": find_platform("torch", config.device)}
+        device = find_platform("torch", config.device)
+        return options | {"threads": config.threads, "device": device, "eager": config.enforce_eager}
     folder = config.compile_cache_dir or cache_dir() / "xla"
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.tensor_parallel_size == 1:
@@ -174,6 +175,8 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
         model.vocab_size,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         exact=backend.eager,
+        graph_tokens=backend.graph_tokens,
+        any_width=backend.any_width(model.attention),
     )
 
 

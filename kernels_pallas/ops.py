@@ -126,6 +126,24 @@ class JaxOps:
         a, b = jnp.split(x.astype(jnp.float32), 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
+    def rope_write(
+        self, q_TKGD: jax.Array, new: dict[str, jax.Array], rope: Any, pools: dict[str, jax.Array], order: str, step: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """q and new["k"] turned by `rope` (None: as they are); new["k"] and new["v"] put at the step's slots.
+
+        Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
+        """
+        if rope is not None:
+            q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
+        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
+        return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
+
+    def qk_norm(
+        self, q: jax.Array, k: jax.Array, q_scale: jax.Array, k_scale: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """rms_norm of each head of q and of k."""
+        return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+
     def arange(self, n: int, like: jax.Array) -> jax.Array:
         """0..n-1 in the dtype of `like`."""
         return jnp.arange(n, dtype=like.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ log = logging.getLogger("octavo")
 
 class Implementation(NamedTuple):
     """attend(q, k, v, order, step, spec, sinks, plan) attends; supports(spec, dtype, device) is None, or why not;
-    plan(step, spec, block_size) is what all layers of a step with one block table and spec share.
+    plan(step, spec, block_size) is what all layers of a step with one block table and spec share. `any_width`: a
+    wider block table costs nothing.
     """
 
     attend: Callable[..., torch.Tensor]
     plan: Callable[[Any, Any, int], Any]
     supports: Callable[[Any, torch.dtype, torch.device], str | None]
+    any_width: bool = False
 
 
 def supports_everything(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -28,11 +31,29 @@ def supports_everything(spec: Any, dtype: torch.dtype, device: torch.device) -> 
     return None
 
 
+def triton_room() -> Any:
+    """The module of the Triton kernels: imported when it is first of use, because not everybody has Triton."""
+    from . import triton_attention
+
+    return triton_attention
+
+
+def triton_supports(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None, or why not."""
+    return triton_room().supports(spec, dtype, device) if find_spec("triton") else "Triton is not installed"
+
+
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.attend, reference.plan, supports_everything),
     "cpu": Implementation(cpu_attention.attend, cpu_attention.plan, cpu_attention.supports),
+    "triton": Implementation(
+        lambda *args: triton_room().attend(*args),
+        lambda *args: triton_room().plan(*args),
+        triton_supports,
+        any_width=True,
+    ),
 }
-PREFERENCE = ("cpu", "reference")  # what "auto" tries, in order
+PREFERENCE = ("cpu", "triton", "reference")  # what "auto" tries, in order
 
 
 def choose(name: str, spec: Any, dtype: torch.dtype, device: torch.device) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ import torch.nn.functional as F
 from . import noise, xp
 from .attention import IMPLEMENTATIONS, Implementation, choose
 from .products import Packed, matmul, pack
+
+if find_spec("triton"):
+    from . import fused
+else:
+    fused = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -56,15 +62,27 @@ class TorchOps:
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
+        if fused and x.is_cuda:
+            return fused.rms_norm(x, scale, eps)
         return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + y, its norm)."""
+        if fused and x.is_cuda:
+            return fused.add_rms_norm(x, y, scale, eps)
         z = x + y
         return z, self.rms_norm(z, scale, eps)
 
+    def qk_norm(self, q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """rms_norm of each head of q and of k."""
+        if fused and q.is_cuda:
+            return fused.qk_norm(q, k, q_scale, k_scale, eps)
+        return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+
     def gated_mlp_act(self, x_TXF: Tensor) -> Tensor:
         """silu(gate) * up, fp32 inside."""
+        if fused and x_TXF.is_cuda:
+            return fused.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
 
     def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,6 +108,21 @@ class TorchOps:
             self.tables.append((rope, tables))
         return tables
 
+    def rope_write(
+        self, q_TKGD: Tensor, new: dict[str, Tensor], rope: Any, pools: dict[str, Tensor], order: str, step: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """q and new["k"] turned by `rope` (None: as they are); new["k"] and new["v"] put at the step's slots.
+
+        Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
+        """
+        if fused and rope is not None and q_TKGD.is_cuda and fused.turns(q_TKGD, order):
+            pools = {name: x.clone() for name, x in pools.items()} if self.pure else pools
+            return fused.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step), pools
+        if rope is not None:
+            q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
+        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
+        return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
+
     def attention(
         self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
     ) -> Tensor:
@@ -105,15 +138,21 @@ class TorchOps:
             self.plans[key] = plan
         return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan)
 
+    def any_width(self, spec: Any, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether attention of that spec costs the same with a wider block table."""
+        return self._chosen((spec, dtype, device)).any_width
+
     def _implementation(self, q: Tensor, spec: Any) -> Implementation:
         # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own
         key = (id(spec), q.dtype, q.device)
         if key not in self.known:
-            equal = (spec, q.dtype, q.device)
-            if equal not in self.chosen:
-                self.chosen[equal] = IMPLEMENTATIONS[choose(self.wanted, *equal)]
-            self.known[key] = spec, self.chosen[equal]
+            self.known[key] = spec, self._chosen((spec, q.dtype, q.device))
         return self.known[key][1]
+
+    def _chosen(self, key: tuple[Any, torch.dtype, torch.device]) -> Implementation:
+        if key not in self.chosen:
+            self.chosen[key] = IMPLEMENTATIONS[choose(self.wanted, *key)]
+        return self.chosen[key]
 
     def arange(self, n: int, like: Tensor) -> Tensor:
         """0 .. n - 1 in the dtype and place of `like`."""

@@ -27,5 +27,5 @@ def spec(c: llama.LlamaConfig) -> ModelSpec:
 
 def normed_qkv(w: dict, h_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
     parts = llama.qkv(w, h_TE, ops, eps)
-    q_TKGD, k_TKD = (ops.rms_norm(parts[name], w[f"{name}_norm"], eps) for name in "qk")
+    q_TKGD, k_TKD = ops.qk_norm(parts["q"], parts["k"], w["q_norm"], w["k_norm"], eps)
     return parts | {"q": q_TKGD, "k": k_TKD}

@@ -13,6 +13,10 @@ import pytest
 # before anything imports huggingface_hub, which reads it once
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Triton reads it when it is imported: its kernels run on a CPU here, unless there is a GPU to run them
+if not Path("/proc/driver/nvidia").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from backends import BACKENDS
 
 # what a test file may import that an environment with one backend lacks

@@ -29,16 +29,9 @@ class TokenMajor:
         self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
     ) -> tuple[Array, LayerCache]:
         """Rope, write, then attend: every row's keys are in the cache before any row reads."""
-        q, k = parts["q"], parts["k"]
-        if spec.rope is not None:
-            q, k = ops.rope(q, step.ropes[spec.rope]), ops.rope(k, step.ropes[spec.rope])
-        cache = self.write(ops, cache, {"k": k, "v": parts["v"]}, step)
+        rope = None if spec.rope is None else step.ropes[spec.rope]
+        q, cache = ops.rope_write(parts["q"], {"k": parts["k"], "v": parts["v"]}, rope, cache, self.order, step)
         return ops.attention(q, cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
-
-    def write(self, ops: Any, cache: LayerCache, new: dict[str, Array], step: Step) -> LayerCache:
-        """The step's keys and values put at their slots."""
-        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in self.order.split()[:-1])
-        return {name: ops.scatter(cache[name], at, new[name]) for name in cache}
 
 
 @dataclass(frozen=True)

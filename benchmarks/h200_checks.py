@@ -1,0 +1,173 @@
+"""Parts of h200.py that need no engine of a benchmark's size: is it right, and how fast is attention alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from octavo.engine import LLM, SamplingParams
+from octavo.engine.backend import get_backend
+from octavo.models import llama
+from octavo.models.interface import ArraySpec, AttentionSpec, ModelSpec, Step, map_tree
+
+BLOCK, HEADS, GROUP, DIM = 16, 8, 4, 128
+SPEC = AttentionSpec(HEADS, GROUP, DIM, DIM, DIM**-0.5)
+SMALL = llama.LlamaConfig(
+    vocab_size=512, embed_dim=64, mlp_dim=128, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16,
+    max_model_len=512, windows=(None, 24, None),
+)  # fmt: skip
+ROUNDS = 10
+
+
+def check(backend: str) -> dict[str, Any]:
+    """Greedy fp32 tokens of a small random model on the GPU are those of the CPU, in both layouts; raises if not."""
+    from octavo.models.registry import spec_from_hf  # noqa: F401  (imports what a start-up would)
+
+    model = llama.spec(SMALL)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 512, n).tolist() for n in (1, 7, 40, 130, 9, 64, 3, 200)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    weights = random_weights(model)
+
+    def tokens(on: str, device: str, **more: Any) -> list[list[int]]:
+        llm = LLM(model, weights=weights, backend=on, device=device, dtype="float32", max_num_seqs=6,
+                  max_num_batched_tokens=96, num_gpu_blocks_override=60, max_model_len=256, **more)  # fmt: skip
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    want = tokens("torch", "cpu")
+    found = {}
+    for name, more in (
+        ("token_major", {}),
+        ("head_major", {"layout": "head_major"}),
+        ("warm", {"warmup": "all"}),
+        ("eager", {"enforce_eager": True}),
+        ("synchronous", {"async_scheduling": False}),
+    ):
+        found[name] = tokens(backend, "cuda", **more) == want
+    if not all(found.values()):
+        raise SystemExit(f"tokens on the GPU are not the CPU's: {found}")
+    return found
+
+
+def random_weights(model: ModelSpec) -> Any:
+    rng = np.random.default_rng(1)
+
+    def leaf(spec: ArraySpec, source: Any) -> np.ndarray:
+        if spec.init == "host":
+            return source
+        x = np.ones(spec.shape) if spec.init == "ones" else rng.normal(0, 0.2, spec.shape)
+        return x.astype(np.float32)
+
+    return map_tree(leaf, model.weights, model.checkpoint)
+
+
+def attention(backend: str) -> dict[str, Any]:
+    """GB/s of decode (keys and values read once) and TFLOP/s of causal prefill, each checked against float64 first."""
+    from h200 import DECODE, PREFILL
+
+    runner = get_backend(backend, {"device": "cuda", "dtype": "bfloat16"} if backend == "torch" else {"dtype": "bfloat16"})
+    found = {}
+    for name, (seqs, length, fa3) in DECODE.items():
+        seconds, error = measure(runner, seqs, length, decode=True)
+        size = seqs * length * HEADS * DIM * 2 * 2
+        found[name] = {"rate": round(size / seconds / 1e9), "unit": "GB/s", "fa3": fa3, "error": error}
+    for name, (seqs, length, fa3) in PREFILL.items():
+        seconds, error = measure(runner, seqs, length, decode=False)
+        work = 2 * seqs * length**2 * HEADS * GROUP * DIM
+        found[name] = {"rate": round(work / seconds / 1e12), "unit": "TFLOP/s", "fa3": fa3, "error": error}
+    return found
+
+
+def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, float]:
+    """Seconds of one attention op, and the relative error of one of its rows against float64.
+
+    A program holds several ops, each with a cache of its own, so that none is read from a processor's cache.
+    """
+    width = -(-length // BLOCK)
+    count = 1 if decode else length
+    layers = max(2, min(32, int(6e9 / (seqs * length * HEADS * DIM * 4)))) if decode else 2
+    tables = np.random.default_rng(0).permutation(seqs * width).reshape(seqs, width).astype(np.int32) + 1
+    step = make_step(backend, tables, seqs, length, count)
+    rng = np.random.default_rng(1)
+    small = rng.standard_normal((1031, BLOCK, HEADS, DIM), np.float32)
+
+    def pool(shift: int) -> np.ndarray:
+        return np.resize(np.roll(small, shift, 0), (seqs * width + 1, BLOCK, HEADS, DIM))
+
+    def place(x: np.ndarray) -> Any:
+        return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim))
+
+    first = pool(0), pool(7)
+    # the layers' pools differ in memory, not in numbers: that is enough for the caches of the chip
+    caches = [(place(first[0]), place(first[1])) for _ in range(layers)]
+    q = rng.standard_normal((seqs * count, HEADS, GROUP, DIM), np.float32)
+
+    def program(caches: list, q: Any, step: Step, *, ops: Any) -> tuple:
+        ops, out = ops.for_step([step]), q
+        for k, v in caches:
+            out = ops.attention(q, k, v, "n p k d", step, SPEC)
+        return out, caches
+
+    def chained(caches: list, q: Any, step: Step, *, ops: Any) -> tuple:
+        ops, out = ops.for_step([step]), q
+        # each op's output is the next one's query, so that none is left out or moved
+        for k, v in caches:
+            out = ops.attention(out, k, v, "n p k d", step, SPEC)
+        return out, caches
+
+    once = backend.compile(program, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
+    out, caches = once(caches, place(q), step)
+    error = relative_error(backend.read(out), q, first, tables, length, count)
+    run = backend.compile(chained, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
+    placed = place(q)
+    for _ in range(3):
+        out, caches = run(caches, placed, step)
+    backend.read(out)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(ROUNDS):
+            out, caches = run(caches, placed, step)
+        backend.read(out)
+        best = min(best, (time.perf_counter() - started) / ROUNDS / layers)
+    return best, error
+
+
+def relative_error(out: np.ndarray, q: np.ndarray, pools: Any, tables: np.ndarray, length: int, count: int) -> float:
+    """Of the last row of the first sequence, and of one in its middle, against float64; inputs as bfloat16 has them."""
+    import ml_dtypes
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    worst = 0.0
+    for row in {count - 1, count // 2}:
+        position = length - count + row
+        at = np.arange(position + 1)
+        k, v = (rounded(p[tables[0, at // BLOCK], at % BLOCK]) for p in pools)
+        scores = np.einsum("kgd,mkd->kgm", rounded(q[row]), k) * SPEC.scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        want = np.einsum("kgm,mkd->kgd", weights / weights.sum(-1, keepdims=True), v)
+        worst = max(worst, float(np.linalg.norm(out[row].astype(np.float64) - want) / np.linalg.norm(want)))
+    if not worst < 1e-2:
+        raise SystemExit(f"attention over {tables.shape[0]} x {length}: relative error {worst}")
+    return round(worst, 5)
+
+
+def make_step(backend: Any, tables: np.ndarray, seqs: int, length: int, count: int) -> Step:
+    def place(x: np.ndarray) -> Any:
+        return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, "int32"))
+
+    seq = np.repeat(np.arange(seqs), count)
+    positions = length - count + np.arange(seqs * count) % count
+    return Step(
+        token_ids_T=place(0 * seq), positions_T=place(positions), seq_ids_T=place(seq), is_real_T=place(seq >= 0),
+        blocks_T=place(tables[seq, positions // BLOCK]), offsets_T=place(positions % BLOCK),
+        lengths_S=place(np.full(seqs, length)), query_starts_S1=place(np.arange(seqs + 1) * count),
+        block_tables_SB=place(tables), decode=count == 1, ropes={}, extra={},
+    )  # fmt: skip
+
+
+CHECKS = {"check": check, "attention": attention}

@@ -1,0 +1,87 @@
+"""The seeded workloads of the H200 marks, and the shapes of the models they run on. Not to be changed: peers ran the same.
+
+A workload is a list of (prompt token ids, how many tokens to make), greedy, end-of-text ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Workload = list[tuple[list[int], int]]
+NAMES = ("decode-1", "decode-64", "prefill", "offline", "prefix")
+
+
+def random_ids(rng: random.Random, n: int, vocab: int) -> list[int]:
+    return [rng.randrange(100, vocab - 100) for _ in range(n)]
+
+
+def workload(name: str, vocab: int, seed: int = 0) -> Workload:
+    """The requests of that name, the same for the same seed."""
+    rng = random.Random(seed)
+    if name == "decode-1":
+        return [(random_ids(rng, 128, vocab), 512)]
+    if name == "decode-64":
+        return [(random_ids(rng, 128, vocab), 256) for _ in range(64)]
+    if name == "offline":
+        return [(random_ids(rng, rng.randrange(128, 1025), vocab), rng.randrange(64, 513)) for _ in range(1024)]
+    if name == "prefill":
+        return [(random_ids(rng, 4096, vocab), 1) for _ in range(64)]
+    if name == "prefix":
+        shared = random_ids(rng, 2048, vocab)
+        return [(shared + random_ids(rng, 64, vocab), 64) for _ in range(256)]
+    raise KeyError(name)
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA
+    | COMMON
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "mlp_bias": False,
+    },
+    "qwen3-0.6b": QWEN3
+    | COMMON
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+}
+
+
+def write_config(name: str) -> str:
+    """A folder with the model's config.json, for load_format="dummy"."""
+    folder = Path(tempfile.gettempdir()) / "octavo-bench-models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": CONFIGS[name]["eos_token_id"]}))
+    return str(folder)

@@ -1,0 +1,209 @@
+"""Programs as CUDA graphs: inputs at fixed places, filled by one copy; recorded once a shape, then replayed.
+
+The first call of a shape runs op by op, for real, and is recorded after that: a recording runs nothing, so state is
+never advanced twice. A graph is bound to the addresses of the state and of the weights that it was recorded with; with
+others (after Runner.reset) it is recorded anew. What a replay returns is copied out of the graph's own memory, which
+the next replay of any graph may overwrite: the graphs share one pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+ALIGNMENT = 64  # bytes, of an input in the buffer of all
+STAGES = 4  # host buffers of a shape: the host may be so many launches ahead of the device
+Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+
+def describe(tree: Any, arrays: list[Any]) -> Any:
+    """A hashable description of a tree: its structure, static values, shapes and dtypes. Appends its arrays."""
+    if isinstance(tree, np.ndarray | Tensor):
+        arrays.append(tree)
+        return tree.shape, tree.dtype, isinstance(tree, Tensor)
+    if isinstance(tree, dict):
+        return tuple((name, describe(x, arrays)) for name, x in tree.items())
+    if isinstance(tree, list | tuple):
+        return tuple(describe(x, arrays) for x in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree), tuple(describe(x, arrays) for x in vars(tree).values())
+    return tree
+
+
+def rebuild(tree: Any, arrays: Any) -> Any:
+    """The tree with other arrays, taken from an iterator in the order of `describe`."""
+    if isinstance(tree, np.ndarray | Tensor):
+        return next(arrays)
+    if isinstance(tree, dict):
+        return {name: rebuild(x, arrays) for name, x in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(rebuild(x, arrays) for x in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree)(**{name: rebuild(x, arrays) for name, x in vars(tree).items()})
+    return tree
+
+
+def arrays_of(tree: Any) -> list[Tensor]:
+    found: list[Any] = []
+    describe(tree, found)
+    return found
+
+
+class Inputs:
+    """The inputs of one shape at fixed places on the device. The host's are laid end to end and copied at once."""
+
+    def __init__(self, trees: list[Any], arrays: list[Any], device: torch.device):
+        self.device, self.pinned, self.turn, size = device, device.type == "cuda", 0, 0
+        self.offsets: list[int] = []
+        for x in arrays:
+            self.offsets.append(size)
+            if isinstance(x, np.ndarray):
+                size += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.places = [self._place(x, at) for x, at in zip(arrays, self.offsets, strict=True)]
+        self.stages = [torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned) for _ in range(STAGES)]
+        self.copied: list[torch.cuda.Event | None] = [None] * STAGES
+        # where each of the host's arrays goes, in every stage
+        self.views = [
+            [
+                stage.numpy()[at : at + x.nbytes].view(x.dtype).reshape(x.shape) if isinstance(x, np.ndarray) else None
+                for x, at in zip(arrays, self.offsets, strict=True)
+            ]
+            for stage in self.stages
+        ]
+        self.trees = rebuild(trees, iter(self.places))
+
+    def _place(self, x: Any, at: int) -> Tensor:
+        if isinstance(x, Tensor):
+            return torch.empty_like(x, device=self.device)
+        dtype = torch.from_numpy(np.empty(0, x.dtype)).dtype
+        return self.buffer[at : at + x.nbytes].view(dtype).view(x.shape)
+
+    def fill(self, arrays: list[Any]) -> None:
+        """Puts the arrays in their places; returns before the device has them."""
+        self.turn = (self.turn + 1) % STAGES
+        event, views = self.copied[self.turn], self.views[self.turn]
+        if event is not None:
+            event.synchronize()
+        for x, view, place in zip(arrays, views, self.places, strict=True):
+            if view is None:
+                place.copy_(x, non_blocking=True)
+            else:
+                view[...] = x
+        if self.buffer.numel():
+            self.buffer.copy_(self.stages[self.turn], non_blocking=True)
+        if self.pinned:
+            event = self.copied[self.turn] = event or torch.cuda.Event()
+            event.record()
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A recording: what replays it, what it leaves where, and what it is bound to."""
+
+    replay: Callable[[], None]
+    results: Any
+    addresses: tuple[int, ...]
+    weights: Any
+
+
+class Program:
+    """fn(*args, ops=...) whose argument `at` is consumed and given back as result `back` (None: it is all there is)."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        at: int,
+        weights: int,
+        back: int | None,
+        consume: Callable[[Any], Any],
+        capture: Capture,
+        device: torch.device,
+        most_tokens: int,
+    ):
+        self.fn, self.at, self.weights, self.back, self.consume = fn, at, weights, back, consume
+        self.capture, self.device, self.most_tokens = capture, device, most_tokens
+        self.inputs: dict[Any, Inputs] = {}
+        self.graphs: dict[Any, Graph] = {}
+        self.num_captures = 0
+
+    @torch.inference_mode()
+    def __call__(self, *xs: Any) -> Any:
+        """Replays the graph of these shapes, or runs op by op and records it."""
+        return self._call(xs, self.consume(xs[self.at]))
+
+    @torch.inference_mode()
+    def prepare(self, *xs: Any) -> None:
+        """Runs on arguments that change nothing that matters (padding), to have the graph. Consumes nothing."""
+        self._call(xs, rebuild(xs[self.at], (x.detach() for x in arrays_of(xs[self.at]))))
+
+    def is_captured(self, xs: tuple[Any, ...]) -> bool:
+        """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
+        return max((getattr(x, "num_tokens", 0) for x in xs), default=0) <= self.most_tokens
+
+    def _call(self, xs: tuple[Any, ...], state: Any) -> Any:
+        own = [i for i in range(len(xs)) if i not in (self.at, self.weights)]
+        arrays: list[Any] = []
+        key = describe([xs[i] for i in own], arrays)
+        inputs = self.inputs.get(key)
+        if inputs is None:
+            inputs = self.inputs[key] = Inputs([xs[i] for i in own], arrays, self.device)
+        inputs.fill(arrays)
+        args = list(xs)
+        for i, tree in zip(own, inputs.trees, strict=True):
+            args[i] = tree
+        args[self.at] = state
+        if not self.is_captured(xs):
+            return self._settled(self.fn(*args), state)
+        weights = args[self.weights] if self.weights >= 0 else None
+        addresses = tuple(x.data_ptr() for x in arrays_of(state))
+        graph = self.graphs.get(key)
+        if graph is None or graph.addresses != addresses or graph.weights is not weights:
+            results = self._settled(self.fn(*args), state)
+            replay, left = self.capture(lambda: self._settled(self.fn(*args), state))
+            self.graphs[key] = Graph(replay, left, addresses, weights)
+            self.num_captures += 1
+            return results
+        graph.replay()
+        if self.back is None:
+            return state
+        out = [rebuild(x, (y.clone() for y in arrays_of(x))) for i, x in enumerate(graph.results) if i != self.back]
+        out.insert(self.back, state)
+        return tuple(out)
+
+    def _settled(self, results: Any, state: Any) -> Any:
+        """The results, with the state where it was: what a program made anew is copied into its place."""
+        new = results if self.back is None else results[self.back]
+        for old, x in zip(arrays_of(state), arrays_of(new), strict=True):
+            if x.data_ptr() != old.data_ptr():
+                old.copy_(x)
+        if self.back is None:
+            return state
+        return tuple(state if i == self.back else x for i, x in enumerate(results))
+
+
+class GraphPool:
+    """Records CUDA graphs that share their memory."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What replays `run`, and its results, which a replay overwrites."""
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                results = run()
+            finally:
+                graph.capture_end()
+        now.wait_stream(self.stream)
+        return graph.replay, results

@@ -1,0 +1,59 @@
+"""Compiles every Triton kernel for sm_90 in bfloat16, without a GPU: prints each with its bytes of shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.kernels_triton import attention_kernels, fused, triton_attention
+from octavo.models.interface import AttentionSpec
+
+SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
+INTEGERS = {"tables", "lengths", "starts", "tiles", "blocks", "offsets"}
+FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
+DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
+ATTENTION = DIMS | {"P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
+
+
+def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3) -> None:
+    def kind(argument: str) -> str:
+        if argument in INTEGERS:
+            return "*i32"
+        if argument in FLOATS:
+            return "*fp32"
+        if argument in constants:
+            return "constexpr"
+        return "fp32" if argument in ("eps", "factor") else "i32" if argument.startswith("num_") else "*bf16"
+
+    numbers = {"splits", "table_s", *(a for a in kernel.arg_names if len(a.split("_")[-1]) == 1 and "_" in a)}
+    signature = {a: "i32" if a in numbers else kind(a) for a in kernel.arg_names}
+    if "tables" in signature:
+        signature["scale"] = "fp32"
+    # as a launch would find them: without it, loads are narrow and nothing is pipelined
+    even = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a] not in ("constexpr", "fp32")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+
+
+def main() -> None:
+    tile = triton_attention.decode_tiling(SPEC, torch.bfloat16)
+    for name, split in (("decode", False), ("decode-split", True)):
+        constants = ATTENTION | {"SPLIT": split, "ONLY": True, "M": tile.rows, "N": tile.keys}
+        compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
+    compile("reduce", attention_kernels.reduce, {"HEADS": 32, "V": 128, "VP": 128, "Z": triton_attention.MAX_SPLITS})
+    tile = triton_attention.prefill_tiling(SPEC, torch.bfloat16)
+    constants = ATTENTION | {"GP": 4, "M": tile.rows, "N": tile.keys}
+    compile("prefill", attention_kernels.prefill, constants, tile.num_warps, tile.num_stages)
+    compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
+    compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
+    compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
+    compile("rope_write", fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64})
+
+
+if __name__ == "__main__":
+    main()

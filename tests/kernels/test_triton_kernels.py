@@ -1,0 +1,142 @@
+"""The Triton kernels by themselves: in the interpreter against float64 over ragged cases, outputs poisoned; and compiled
+for a GPU that need not be there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shapes import DECODE, MIXED, PREFILL, Ragged
+from kernels.test_attention import attend, backend_of, expected, make_batch
+from tolerances import tolerance
+
+from octavo.kernels_triton import fused, triton_attention
+from octavo.models.interface import Rope, Step
+
+CASES = (
+    replace(DECODE, name="decode-split", computed=(700, 0, 63, 64, 65), counts=(1,) * 5, k_dim=64, v_dim=64),
+    replace(DECODE, name="decode-split-window", computed=(900, 5), counts=(1, 1), window=300, kv_heads=1),
+    replace(DECODE, name="decode-split-sinks", computed=(400, 3), counts=(1, 1), sinks=True, softcap=5.0, kv_heads=1),
+    replace(DECODE, name="decode-80", computed=(30, 31, 32, 33), counts=(1,) * 4, k_dim=80, v_dim=80, block_size=32),
+    replace(DECODE, name="decode-256", computed=(40,), counts=(1,), k_dim=256, v_dim=256, group_size=8, kv_heads=1),
+    replace(DECODE, name="decode-one-group", computed=(15, 16), counts=(1, 1), k_dim=128, v_dim=128, group_size=1),
+    replace(MIXED, name="mixed-96", k_dim=96, v_dim=96, block_size=32, group_size=5, kv_heads=1),
+    replace(MIXED, name="mixed-128", k_dim=128, v_dim=128, block_size=16, group_size=4, kv_heads=1, padding=70),
+    replace(MIXED, name="mixed-256-window", k_dim=256, v_dim=256, group_size=2, kv_heads=1, window=24, sinks=True),
+    replace(PREFILL, name="prefill-64", k_dim=64, v_dim=64, group_size=8, kv_heads=1, padding=100),
+    replace(PREFILL, name="all-single-but-one", computed=(9, 9, 40), counts=(1, 1, 2)),
+)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is allocated holds nan until it is written."""
+
+    def empty(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_attention.torch, "empty", empty)
+
+
+@pytest.mark.parametrize("order", ["n p k d", "n k p d"], ids=["token-major", "head-major"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.usefixtures("poisoned")
+def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str) -> None:
+    batch = make_batch(case)
+    out, want = attend(backend_of("torch", "triton"), batch, order), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    # padding is defined, so that no nan spreads from it
+    assert not out[len(want) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 80), (5, 4096), (4, 2, 96)], ids=str)
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (torch.from_numpy(rng.standard_normal(shape)).to(dtype) for _ in range(2))
+    scale = torch.from_numpy(rng.uniform(0.5, 1.5, shape[-1])).to(dtype)
+    near = tolerance("float32", "op") if dtype == torch.float32 else 4e-3
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
+
+    torch.testing.assert_close(fused.rms_norm(x, scale, 1e-5).double(), norm(x), rtol=near, atol=near)
+    total, out = fused.add_rms_norm(x, y, scale, 1e-5)
+    torch.testing.assert_close(total, x + y, rtol=0, atol=0)
+    torch.testing.assert_close(out.double(), norm(x + y), rtol=near, atol=near)
+
+
+def views(rng: np.random.Generator, num_tokens: int, heads: int, group: int, dim: int) -> Iterator[torch.Tensor]:
+    """q, k and v as a fused product leaves them: views of one array."""
+    qkv = torch.from_numpy(rng.standard_normal((num_tokens, heads, group + 2, dim)).astype(np.float32))
+    return iter((qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]))
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (1, 7, 80), (8, 2, 128)])
+def test_heads_are_normed_apart(heads: int, group: int, dim: int) -> None:
+    rng = np.random.default_rng(1)
+    q, k, _ = views(rng, 3, heads, group, dim)
+    scales = [torch.from_numpy(rng.uniform(0.5, 1.5, dim).astype(np.float32)) for _ in range(2)]
+    for x, scale, out in zip((q, k), scales, fused.qk_norm(q, k, *scales, 1e-6)):
+        want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=tolerance("float32", "op"))
+
+
+@pytest.mark.parametrize("size", [33, 1024, 3000])
+def test_gate(size: int) -> None:
+    x = torch.from_numpy((np.random.default_rng(2).standard_normal((3, 2, size)) * 4).astype(np.float32))
+    gate, up = x.double().unbind(1)
+    want = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(fused.gated_mlp_act(x).double(), want, rtol=1e-6, atol=tolerance("float32", "op"))
+
+
+@pytest.mark.parametrize("order", ["n p k d", "n k p d"], ids=["token-major", "head-major"])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (1, 7, 80), (2, 4, 128)])
+def test_rope_and_write(heads: int, group: int, dim: int, order: str) -> None:
+    """Against the plain formulas in float64; every other slot keeps what it held."""
+    rng, size, num_tokens = np.random.default_rng(3), 4, 5
+    q, k, v = views(rng, num_tokens, heads, group, dim)
+    angle = torch.from_numpy(rng.uniform(0, 6, (num_tokens, dim // 2)))
+    rope = Rope(angle, angle.cos().float(), angle.sin().float())
+    slots = rng.permutation(6 * size)[:num_tokens]
+    blocks, offsets = (torch.from_numpy(x.astype(np.int32)) for x in (slots // size, slots % size))
+    empty = torch.zeros(0, dtype=torch.int32)
+    step = Step(empty, empty, empty, empty, blocks, offsets, empty, empty, empty, False, {}, {})
+    shape = (6, size, heads, dim) if order == "n p k d" else (6, heads, size, dim)
+    pools = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for _ in range(2)]
+    want = [p.double() for p in pools]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.double().chunk(2, -1)
+        cos, sin = (f(angle).view(num_tokens, *(1,) * (x.ndim - 2), -1) for f in (torch.cos, torch.sin))
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    for pool, new in zip(want, (turned(k), v.double())):
+        for t, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist())):
+            (pool[block, offset] if order == "n p k d" else pool[block, :, offset])[:] = new[t]
+    out = fused.rope_write(q, k, v, rope, *pools, order, step)
+    for got, expect in zip((out, *pools), (turned(q), *want)):
+        torch.testing.assert_close(got.double(), expect, rtol=0, atol=tolerance("float32", "op"))
+
+
+def test_every_kernel_compiles_for_hopper() -> None:
+    """In a process of its own: here Triton is the interpreter."""
+    here = Path(__file__).parent
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(here / "compile_triton.py")], env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = dict(line.split() for line in done.stdout.splitlines())
+    assert set(sizes) == {"decode", "decode-split", "reduce", "prefill", "norm", "qk_norm", "gate", "rope_write"}
+    # a program may have 227 KiB of shared memory there
+    assert all(int(shared) <= 227 * 1024 for shared in sizes.values()), sizes
