@@ -177,7 +177,10 @@ def table(args: argparse.Namespace, values: dict[str, Any]) -> None:
                 ours, mark = found.get("tok_s", found.get("seconds")), MARKS[args.backend][model][part]
                 print(f"{model + ' ' + part:32}{ours:>16}{VLLM[model][part]:>12}{mark:>10}")
     for name, found in values.get(f"{args.backend}//attention", {}).items():
-        print(f"{'attention ' + name:32}{found['rate']:>16}{found['unit']:>12}  FA3 {found['fa3']}, error {found['error']}")
+        print(
+            f"{'attention ' + name:32}{found['rate']:>16}{found['unit']:>12}"
+            f"  FA3 {found['fa3']}, error {found['error']}"
+        )
 
 
 def main() -> None:

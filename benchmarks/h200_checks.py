@@ -67,7 +67,9 @@ def attention(backend: str) -> dict[str, Any]:
     """GB/s of decode (keys and values read once) and TFLOP/s of causal prefill, each checked against float64 first."""
     from h200 import DECODE, PREFILL
 
-    runner = get_backend(backend, {"device": "cuda", "dtype": "bfloat16"} if backend == "torch" else {"dtype": "bfloat16"})
+    runner = get_backend(
+        backend, {"device": "cuda", "dtype": "bfloat16"} if backend == "torch" else {"dtype": "bfloat16"}
+    )
     found = {}
     for name, (seqs, length, fa3) in DECODE.items():
         seconds, error = measure(runner, seqs, length, decode=True)

@@ -1,4 +1,4 @@
-"""The seeded workloads of the H200 marks, and the shapes of the models they run on. Not to be changed: peers ran the same.
+"""The seeded workloads of the H200 marks, and the shapes of their models. Not to be changed: peers ran the same.
 
 A workload is a list of (prompt token ids, how many tokens to make), greedy, end-of-text ignored.
 """

@@ -153,7 +153,7 @@ WORKING = (
         "enforce_eager",
         "bool",
         False,
-        "compile and capture nothing: op by op on jax, on one device; on torch it is always so",
+        "compile and capture nothing, run op by op; on jax on one device; on torch on a CPU it is always so",
         checks.flag,
     ),
     Argument(
@@ -176,12 +176,15 @@ WORKING = (
         "a prompt that is too long loses its end (and a warning says so) instead of being refused",
         checks.flag,
     ),
-    Argument("max_num_seqs", "int", 32, "requests that run at a time", integers(1)),
+    Argument(
+        "max_num_seqs", "int", 32, "requests that run at a time; on a GPU 256, of 70 GiB or more 1024", integers(1)
+    ),
     Argument(
         "max_num_batched_tokens",
         "int or str",
         512,
-        "tokens of a step; at least max_num_seqs, and max_model_len without chunked prefill",
+        "tokens of a step; at least max_num_seqs, and max_model_len without chunked prefill; on a GPU 8192, of 70 GiB "
+        "or more 16384",
         sizes(1),
     ),
     Argument("enable_chunked_prefill", "bool", True, "split prompts over steps", checks.flag),
@@ -218,16 +221,16 @@ WORKING = (
         "kv_cache_memory_bytes",
         "int or str",
         None,
-        "size of the cache on each device, to the block; overrides gpu_memory_utilization. None: 2 GiB, or less where "
-        "that is of no use",
+        "size of the cache on each device, to the block; overrides gpu_memory_utilization. None: on a CPU 2 GiB, on a "
+        "GPU what gpu_memory_utilization leaves, or less where that is of no use",
         sizes(1),
     ),
     Argument(
         "gpu_memory_utilization",
         "float",
         0.9,
-        "part of the device's free memory that weights, activations and cache may take together. It bounds the cache, "
-        "and never enlarges it",
+        "part of the memory, of a GPU the whole and on a CPU what is free, that weights, activations and cache may "
+        "take together; what others hold of a GPU is taken off",
         partial(checks.number, low=0, high=1, open_low=True),
     ),
     # what comes out

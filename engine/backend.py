@@ -32,6 +32,10 @@ class Backend(Protocol):
         """place, then ops.prepare: what einsum and embed accept."""
         ...
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of x's numbers, repeated to fill the spec's shape (np.resize)."""
+        ...
+
     def zeros(self, spec: ArraySpec) -> Array:
         """An array of zeros made on the device."""
         ...
@@ -78,6 +82,10 @@ class Backend(Protocol):
         """Bytes free on the device; None where that is the host's memory."""
         ...
 
+    def total_memory(self) -> int | None:
+        """Bytes of the whole device, whoever has them; None where that is the host's memory."""
+        ...
+
     def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""
         ...
@@ -113,6 +121,17 @@ def find_platform(backend: str, device: str) -> str:
     else:
         from .backend_torch import find_platform
     return find_platform(device)
+
+
+def device_memory(backend: str, platform: str) -> int | None:
+    """Bytes of the GPU that a backend will run on; None on a CPU."""
+    if platform == "cpu":
+        return None
+    if backend == "jax":
+        from .backend_jax import device_memory
+    else:
+        from .backend_torch import device_memory
+    return device_memory()
 
 
 def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:

@@ -41,6 +41,12 @@ def find_platform(device: str) -> str:
     return found
 
 
+def device_memory() -> int | None:
+    """Bytes that JAX may take of the first GPU; None where it does not say."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else None
+
+
 class CompileCounter:
     """How many programs this process compiled, and how many of those the cache on disk already held."""
 
@@ -129,6 +135,10 @@ class JaxBackend:
         """x placed, then repacked as products like it."""
         return self.ops.prepare(self.place(x, spec), spec)
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of x's numbers, repeated to fill the spec's shape."""
+        return self.place_weight(np.resize(x, spec.shape), spec)
+
     def zeros(self, spec: ArraySpec) -> jax.Array:
         """Zeros made on the device, each shard where it belongs."""
         return _zeros(spec.shape, spec.dtype or self.dtype, self.sharding(spec))
@@ -192,6 +202,11 @@ class JaxBackend:
         """Bytes free on the first GPU; None on a CPU."""
         stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+
+    def total_memory(self) -> int | None:
+        """Bytes that JAX may take of the first GPU; None on a CPU."""
+        stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+        return stats["bytes_limit"] if stats else None
 
     def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""

@@ -1,11 +1,12 @@
 """Runs the programs in torch. The consumed argument is written in place and voided, or copied in pure mode.
 
-On a GPU they become CUDA graphs (graph_torch.py), except in pure mode and under enforce_eager; on a CPU they run eagerly.
+On a GPU they become CUDA graphs (graph_torch.py), except in pure mode and under enforce_eager; a CPU runs them eagerly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -84,6 +85,11 @@ def find_platform(device: str) -> str:
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
+def device_memory() -> int:
+    """Bytes of the GPU."""
+    return torch.cuda.get_device_properties(0).total_memory
+
+
 class StaticInputs:
     """One set of buffers a shape: an input of a shape seen before lands where that one lay (CUDA graphs need it)."""
 
@@ -143,6 +149,11 @@ class TorchBackend:
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """A weight on the device, packed for its product."""
         return self.ops.prepare(self.place(x, spec), spec)
+
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight(np.resize(x, spec.shape), spec), repeated on the device."""
+        size, placed = math.prod(spec.shape), self.place(x, spec)
+        return self.ops.prepare(placed.repeat(-(-size // len(x)))[:size].reshape(spec.shape), spec)
 
     def zeros(self, spec: ArraySpec) -> Tensor:
         return torch.zeros(spec.shape, dtype=self._dtype(spec), device=self.device)
@@ -235,6 +246,10 @@ class TorchBackend:
     def free_memory(self) -> int | None:
         """Bytes free on the GPU; None on a CPU."""
         return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else None
+
+    def total_memory(self) -> int | None:
+        """Bytes of the GPU, whoever has them; None on a CPU."""
+        return torch.cuda.mem_get_info()[1] if self.device.type == "cuda" else None
 
     def any_width(self, specs: Iterable[Any]) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""

@@ -16,7 +16,7 @@ from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
 from ..models.layouts import LAYOUTS
 from ..models.registry import spec_from_hf
 from ..sharding.rules import check_divides, tensor_parallel
-from .backend import Backend, find_platform, get_backend
+from .backend import Backend, device_memory, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
 from .checks import integer
@@ -60,10 +60,10 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
     divisors, options = divisors_of(config, model), _backend_options(config)
     device = find_platform(config.backend, config.device)
-    config = config.for_model(model, device, stored_dtype(checkpoint))
+    config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
     backend = get_backend(config.backend, options | {"dtype": config.dtype})
     available = host_memory(config) if device == "cpu" else backend.free_memory()
-    plan = memory_plan(config, model, divisors=divisors, available=available)
+    plan = memory_plan(config, model, divisors=divisors, available=available, total=backend.total_memory())
     tokenizer = _tokenizer(config, checkpoint)
     runner = Runner(
         backend,

@@ -14,6 +14,7 @@ from .backend import resolve_backend
 from .checks import check_names
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
+LARGE_GPU = 70 * 2**30  # bytes
 DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -68,8 +69,15 @@ class EngineConfig:
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
 
-    def for_model(self, model: ModelSpec, platform: str = "cpu", stored_dtype: str | None = None) -> EngineConfig:
-        """The same with what follows from the model, the platform ("cpu" or "cuda") and the checkpoint's dtype.
+    def for_model(
+        self,
+        model: ModelSpec,
+        platform: str = "cpu",
+        stored_dtype: str | None = None,
+        device_memory: int | None = None,
+    ) -> EngineConfig:
+        """The same with what follows from the model, the platform ("cpu" or "cuda"), the checkpoint's dtype and the
+        bytes of the GPU.
 
         Raises ValueError where they do not fit.
         """
@@ -84,12 +92,13 @@ class EngineConfig:
             raise ValueError(f"num_gpu_blocks_override {counts} has {len(counts)} numbers: one for each of the "
                              f"model's {len(model.groups)} cache groups is right")  # fmt: skip
         length = most if length is None else length
+        sized = _sized(self, platform, device_memory)
         return replace(
-            self,
+            sized,
             device=platform,
             dtype=_dtype(self.dtype, platform, stored_dtype),
             max_model_len=length,
-            max_num_batched_tokens=_budget(self, length),
+            max_num_batched_tokens=_budget(sized, length),
         )
 
 
@@ -187,6 +196,18 @@ def _dtype(asked: str, platform: str, stored: str | None) -> str:
     if platform == "cpu":
         return "float32"
     return "bfloat16" if stored in (None, "bfloat16") else "float16"
+
+
+def _sized(c: EngineConfig, platform: str, device_memory: int | None) -> EngineConfig:
+    """On a GPU: as many sequences and tokens a step as vLLM takes by default, if none were given."""
+    if platform == "cpu":
+        return c
+    seqs, tokens = (1024, 16384) if (device_memory or 0) >= LARGE_GPU else (256, 8192)
+    if "max_num_seqs" not in c.given:
+        # a given budget bounds them: each running request takes a token a step
+        limit = c.max_num_batched_tokens if "max_num_batched_tokens" in c.given else seqs
+        c = replace(c, max_num_seqs=min(seqs, limit))
+    return c if "max_num_batched_tokens" in c.given else replace(c, max_num_batched_tokens=tokens)
 
 
 def _budget(c: EngineConfig, max_model_len: int | None) -> int:

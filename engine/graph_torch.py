@@ -54,6 +54,11 @@ def arrays_of(tree: Any) -> list[Tensor]:
     return found
 
 
+def detached(tree: Any) -> Any:
+    """The tree with other tensors over the same memory."""
+    return rebuild(tree, (x.detach() for x in arrays_of(tree)))
+
+
 class Inputs:
     """The inputs of one shape at fixed places on the device. The host's are laid end to end and copied at once."""
 
@@ -141,7 +146,7 @@ class Program:
     @torch.inference_mode()
     def prepare(self, *xs: Any) -> None:
         """Runs on arguments that change nothing that matters (padding), to have the graph. Consumes nothing."""
-        self._call(xs, rebuild(xs[self.at], (x.detach() for x in arrays_of(xs[self.at]))))
+        self._call(xs, detached(xs[self.at]))
 
     def is_captured(self, xs: tuple[Any, ...]) -> bool:
         """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
@@ -166,7 +171,9 @@ class Program:
         graph = self.graphs.get(key)
         if graph is None or graph.addresses != addresses or graph.weights is not weights:
             results = self._settled(self.fn(*args), state)
-            replay, left = self.capture(lambda: self._settled(self.fn(*args), state))
+            # a value of its own, which nobody consumes
+            args[self.at] = same = detached(state)
+            replay, left = self.capture(lambda: self._settled(self.fn(*args), same))
             self.graphs[key] = Graph(replay, left, addresses, weights)
             self.num_captures += 1
             return results

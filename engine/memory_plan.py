@@ -69,6 +69,7 @@ class Planner:
     model: ModelSpec
     divisors: Mapping[str, int]
     available: int | None
+    total: int | None = None
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -111,12 +112,18 @@ class Planner:
         c = self.config
         if c.kv_cache_memory_bytes is not None:
             return c.kv_cache_memory_bytes
-        useful = USEFUL * c.max_num_seqs * self.bytes_of(self.blocks(length)) + sum(self.block_bytes)
-        limit = min(DEFAULT_CACHE_BYTES // c.tensor_parallel_size, useful)
+        limit = USEFUL * c.max_num_seqs * self.bytes_of(self.blocks(length)) + sum(self.block_bytes)
+        if c.device == "cpu" or self.available is None:
+            limit = min(DEFAULT_CACHE_BYTES // c.tensor_parallel_size, limit)
         if self.available is None:
             return limit
         others = self.weights_bytes + self.rows_bytes(length) + self.activations_bytes
-        return min(limit, int(self.available * c.gpu_memory_utilization) - others)
+        return min(limit, self.allowed(self.available) - others)
+
+    def allowed(self, available: int) -> int:
+        """Bytes that the engine may have in all: its part of the whole device where that is known, else of the rest."""
+        part = self.config.gpu_memory_utilization
+        return int(available * part) if self.total is None else int(available - self.total * (1 - part))
 
     def pools(self, length: int) -> list[int]:
         """Blocks of each group at this max_model_len; less than one request needs, if there is no more room.
@@ -148,16 +155,18 @@ def memory_plan(
     *,
     divisors: Mapping[str, int] | None = None,
     available: int | None = None,
+    total: int | None = None,
 ) -> MemoryPlan:
     """The plan of a config that has been through `for_model`.
 
     `divisors` says over how many devices a logical axis is split; `available` is the free memory of a device in bytes
-    (devices that are one host's CPU share its memory), None where it is not known. Under max_model_len "auto" the
-    plan's max_model_len is the longest that fits. Raises ValueError when the cache cannot hold one request.
+    (devices that are one host's CPU share its memory), None where it is not known; `total` is all that a GPU has, of
+    which gpu_memory_utilization is a part. Under max_model_len "auto" the plan's max_model_len is the longest that
+    fits. Raises ValueError when the cache cannot hold one request.
     """
     if config.max_model_len is None:
         raise ValueError("max_model_len is not known yet: plan config.for_model(model)")
-    planner = Planner(config, model, divisors or {}, available)
+    planner = Planner(config, model, divisors or {}, available, total)
     length = config.max_model_len
     if config.fit_model_len and planner.longest:
         length = min(length, planner.longest)
@@ -228,9 +237,18 @@ def _too_small(planner: Planner, length: int) -> str:
     enough = planner.bytes_of(n + 1 for n in need)
     return (
         f"the cache is too small for one request of max_model_len {length}: it needs {_sum(need)} blocks of "
-        f"{planner.config.block_size} tokens, and {_sum(have)} are there; {fits}. Lower max_model_len (or say 'auto'), "
-        f"or raise kv_cache_memory_bytes (to {enough} or more), num_gpu_blocks_override or gpu_memory_utilization"
+        f"{planner.config.block_size} tokens, and {_sum(have)} are there{_shortfall(planner, length)}; {fits}. "
+        f"Lower max_model_len (or say 'auto'), or raise kv_cache_memory_bytes (to {enough} or more), "
+        f"num_gpu_blocks_override or gpu_memory_utilization"
     )
+
+
+def _shortfall(planner: Planner, length: int) -> str:
+    """How many bytes are missing, where the memory is known."""
+    if planner.available is None or planner.config.num_gpu_blocks_override is not None:
+        return ""
+    enough = planner.bytes_of(n + 1 for n in planner.blocks(length))
+    return f", {enough - planner.cache_limit(length)} bytes too few beside {planner.weights_bytes} of weights"
 
 
 def _sum(blocks: Iterable[int]) -> str:

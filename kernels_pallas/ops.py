@@ -127,7 +127,13 @@ class JaxOps:
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
     def rope_write(
-        self, q_TKGD: jax.Array, new: dict[str, jax.Array], rope: Any, pools: dict[str, jax.Array], order: str, step: Any
+        self,
+        q_TKGD: jax.Array,
+        new: dict[str, jax.Array],
+        rope: Any,
+        pools: dict[str, jax.Array],
+        order: str,
+        step: Any,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """q and new["k"] turned by `rope` (None: as they are); new["k"] and new["v"] put at the step's slots.
 

@@ -51,10 +51,10 @@ def decode(
     start = tl.load(starts + s)
     m, d, e, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
     own_M = m < G
-    if ONLY:
-        if (s >= tl.load(starts + num_seqs)) & (z == 0):
-            at_MV = out + ((s.to(tl.int64) * K + h) * G + m)[:, None] * V + e[None, :]
-            tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=own_M[:, None] & (e < V)[None, :])
+    nobodys = ONLY and (s >= tl.load(starts + num_seqs)) & (z == 0)
+    if nobodys:
+        at_MV = out + ((s.to(tl.int64) * K + h) * G + m)[:, None] * V + e[None, :]
+        tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=own_M[:, None] & (e < V)[None, :])
     if tl.load(starts + s + 1) - start == 1:
         length, t = tl.load(lengths + s), start.to(tl.int64)
         low = 0
@@ -69,10 +69,9 @@ def decode(
         )
         peak_M, sum_M = tl.full([M], NEVER, tl.float32), tl.zeros([M], tl.float32)
         acc_MV = tl.zeros([M, VP], tl.float32)
-        if SINKS:
-            if z == 0:
-                peak_M = tl.load(sinks + h * G + m, mask=own_M, other=0.0).to(tl.float32) * LOG2E
-                sum_M = tl.full([M], 1.0, tl.float32)
+        if SINKS and z == 0:
+            peak_M = tl.load(sinks + h * G + m, mask=own_M, other=0.0).to(tl.float32) * LOG2E
+            sum_M = tl.full([M], 1.0, tl.float32)
         for j in range(lo, hi, N):
             at_N = j + n
             seen_N = (at_N < hi) & (at_N >= low)

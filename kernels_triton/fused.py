@@ -71,7 +71,7 @@ def rope_write_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     GP: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """q and k turned, q put into q_out, k and v into their slots. Program (token, kv head): its queries, key and value."""
+    """q and k turned, q put into q_out, k and v into their slots. Program (token, kv head): its queries, key, value."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     H: tl.constexpr = D // 2
     g, c = tl.arange(0, GP)[:, None], tl.arange(0, HP)[None, :]

@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels: what is launched, with which tiles. Never reads the device, so a graph can hold it."""
+"""Attention by the Triton kernels: what is launched, with which tiles. Never waits for the device."""
 
 from __future__ import annotations
 

@@ -35,6 +35,9 @@ class NumpyBackend:
         self.num_placed += 1
         return np.array(x)
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
+        return self.place_weight(np.resize(x, spec.shape), spec)
+
 
 def random_blocks(type_name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """The bytes, as rows, of a tensor of that type: random numbers in every field, and finite scales."""

@@ -24,6 +24,9 @@ class Host:
 
     place_weight = place
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
+        return self.place_weight(np.resize(x, spec.shape), spec)
+
 
 def logits(model: ModelSpec, weights: dict[str, Any], ids: list[int]) -> np.ndarray:
     """[T, V]: the logits after each token of one sequence. `weights` are numpy arrays of any float dtype."""

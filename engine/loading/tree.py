@@ -27,6 +27,10 @@ class Placer(Protocol):
         """x placed and packed; shares no memory with x."""
         ...
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of x's numbers, repeated to fill the spec's shape (np.resize)."""
+        ...
+
 
 @dataclass(frozen=True)
 class Leaf:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ...models.interface import ModelSpec
 from .arrange import arrange
 from .converted import CorruptError, converted_path, keeping, open_converted
 from .source import TensorSource
-from .tree import Leaf, Placer, leaves_of, place_tree
+from .tree import Leaf, Placer, leaves_of, map_leaves, place_tree
 
 log = logging.getLogger(__name__)
 
@@ -69,28 +68,32 @@ def dummy_weights(model: ModelSpec, backend: Placer, seed: int = 0) -> dict[str,
     Made for speed, not for quality: normal numbers of deviation 0.02, of which a leaf repeats 65,537.
     """
 
-    def repeated(rng: np.random.Generator, leaf: Leaf) -> np.ndarray:
-        return np.resize(_normal(rng, 0.02, NUM_DUMMY, leaf.dtype), leaf.spec.shape)
+    def place(leaf: Leaf) -> Any:
+        if isinstance(leaf.source, np.ndarray):
+            return backend.place_weight(leaf.source, leaf.spec)
+        if leaf.spec.init != "normal":
+            return backend.place_weight(getattr(np, leaf.spec.init)(leaf.spec.shape, leaf.dtype), leaf.spec)
+        return backend.place_repeated(_normal(_generator(seed, leaf), 0.02, NUM_DUMMY, leaf.dtype), leaf.spec)
 
-    return _seeded(model, backend, seed, repeated)
+    return map_leaves(place, model, backend.dtype)
 
 
 def random_weights(model: ModelSpec, backend: Placer, seed: int = 0, scale: float = 0.2) -> dict[str, Any]:
     """Weights for tests: normal numbers of deviation `scale`, all different, from one generator a leaf."""
-    return _seeded(model, backend, seed, lambda rng, leaf: _normal(rng, scale, leaf.spec.shape, leaf.dtype))
+
+    def make(leaf: Leaf) -> np.ndarray:
+        if leaf.spec.init != "normal":
+            return getattr(np, leaf.spec.init)(leaf.spec.shape, leaf.dtype)
+        return _normal(_generator(seed, leaf), scale, leaf.spec.shape, leaf.dtype)
+
+    return place_tree(make, model, backend)
+
+
+def _generator(seed: int, leaf: Leaf) -> np.random.Generator:
+    return np.random.default_rng((seed, zlib.crc32(leaf.path.encode())))
 
 
 def _normal(rng: np.random.Generator, scale: float, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     x = rng.standard_normal(shape, np.float32)
     x *= np.float32(scale)
     return x.astype(dtype, copy=False)
-
-
-def _seeded(model: ModelSpec, backend: Placer, seed: int, normal: Callable[..., np.ndarray]) -> dict[str, Any]:
-    def make(leaf: Leaf) -> np.ndarray:
-        if leaf.spec.init != "normal":
-            return getattr(np, leaf.spec.init)(leaf.spec.shape, leaf.dtype)
-        rng = np.random.default_rng((seed, zlib.crc32(leaf.path.encode())))
-        return normal(rng, leaf)
-
-    return place_tree(make, model, backend)

@@ -34,7 +34,11 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
     if "tables" in signature:
         signature["scale"] = "fp32"
     # as a launch would find them: without it, loads are narrow and nothing is pipelined
-    even = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a] not in ("constexpr", "fp32")}
+    even = {
+        (i,): [["tt.divisibility", 16]]
+        for i, a in enumerate(kernel.arg_names)
+        if signature[a] not in ("constexpr", "fp32")
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)

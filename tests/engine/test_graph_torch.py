@@ -1,0 +1,146 @@
+"""Programs as graphs, with a recorder that stands for CUDA's: a replay computes anew from the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
+
+from octavo.engine import backend_torch
+from octavo.engine.backend_torch import TorchBackend, Void
+from octavo.engine.graph_torch import Inputs, arrays_of
+from octavo.models.interface import ArraySpec
+
+
+class Recorder:
+    """Replays by running again and leaving the results where the recording left them; what lay there is overwritten.
+
+    Recording itself must change nothing, so it runs on zeros (CUDA's runs nothing), and puts back what was there.
+    """
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        state = [x for cell in run.__closure__ or () for x in arrays_of(cell.cell_contents)]
+        kept = [x.clone() for x in state]
+        for x in state:
+            x.zero_()
+        left = run()
+        for x, old in zip(state, kept, strict=True):
+            x.copy_(old)
+        held = {x.data_ptr() for x in state}
+
+        def replay() -> None:
+            self.replays += 1
+            for x, new in zip(arrays_of(left), arrays_of(run()), strict=True):
+                if x.data_ptr() not in held:
+                    x.copy_(new)
+
+        return replay, left
+
+
+def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Every torch backend made from now on takes graphs from a Recorder."""
+    recorder, make = Recorder(), TorchBackend.__init__
+
+    def init(self: TorchBackend, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.capture, self.graph_tokens, self.eager = recorder, 2048, False
+
+    monkeypatch.setattr(TorchBackend, "__init__", init)
+    return recorder
+
+
+def spec(*shape: int, dtype: str | None = None) -> ArraySpec:
+    return ArraySpec(shape, (None,) * len(shape), dtype)
+
+
+@pytest.mark.parametrize("warmup", ["lazy", pytest.param("all", marks=pytest.mark.slow)])
+def test_an_engine_on_graphs_makes_the_same_tokens(monkeypatch: pytest.MonkeyPatch, warmup: str) -> None:
+    """With preemptions, hits, forks and sampling; after a warm-up nothing is recorded."""
+    options: dict[str, Any] = {"backend": "torch", "num_gpu_blocks_override": 15, "max_model_len": 104}
+    want_greedy = tokens(engine(**options), PROMPTS[:6])
+    want = tokens(engine(**options), PROMPTS[:3], replace(RANDOM, n=2))
+    recorder = graphs_on_a_cpu(monkeypatch)
+    llm = engine(**options, warmup=warmup)
+    before = llm.backend.num_compiles()
+    assert tokens(llm, PROMPTS[:6]) == want_greedy
+    assert tokens(llm, PROMPTS[:3], replace(RANDOM, n=2)) == want
+    assert llm.scheduler.num_preemptions > 0
+    assert recorder.replays > 50
+    assert (llm.backend.num_compiles() == before) == (warmup == "all")
+
+
+def test_a_new_cache_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = tokens(engine(backend="torch"), PROMPTS[:3])
+    graphs_on_a_cpu(monkeypatch)
+    llm = engine(backend="torch")
+    assert tokens(llm, PROMPTS[:3]) == want
+    before = llm.backend.num_compiles()
+    llm.runner.reset()
+    llm.scheduler.abandon()
+    assert tokens(llm, PROMPTS[:3]) == want
+    assert llm.backend.num_compiles() > before
+
+
+def test_what_a_replay_returns_outlives_the_next_one() -> None:
+    backend = TorchBackend()
+    backend.capture = Recorder()
+
+    def program(cache: Any, x: Any, *, ops: Any) -> tuple:
+        return x * 2, ops.scatter(cache, (x,), x * 10)
+
+    run = backend.compile(program, ("cache", "x"), ("y", "cache"), "cache")
+    cache, outs, olds = backend.zeros(spec(9, dtype="int32")), [], []
+    for i in range(5):
+        olds.append(cache)
+        out, cache = run(cache, np.array([i, i + 1], np.int32))
+        outs.append(out)
+    assert [o.tolist() for o in outs] == [[2 * i, 2 * i + 2] for i in range(5)]
+    assert cache.tolist() == [0, 10, 20, 30, 40, 50, 0, 0, 0]
+    assert all(isinstance(x, Void) for x in olds) and not isinstance(cache, Void)
+    assert backend.num_compiles() == 1
+
+
+def test_state_that_a_program_makes_anew_stays_where_it_was() -> None:
+    """A layout may return new arrays instead of writing in place."""
+    backend = TorchBackend()
+    backend.capture = Recorder()
+    run = backend.compile(lambda cache, x, *, ops: cache + x, ("cache", "x"), ("cache",), "cache")
+    cache = backend.zeros(spec(3))
+    address = cache.data_ptr()
+    for i in range(4):
+        cache = run(cache, np.full(3, i, np.float32))
+        assert cache.data_ptr() == address
+    assert cache.tolist() == [6, 6, 6]
+    assert backend.num_compiles() == 1
+
+
+def test_inputs_lie_end_to_end_and_keep_their_values() -> None:
+    rng = np.random.default_rng(0)
+    trees = [{"a": rng.integers(0, 9, (3, 5)).astype(np.int32), "b": (rng.random(2, np.float32), np.array([True]))}]
+    arrays: list[Any] = []
+    backend_torch.map_arrays(arrays.append, trees)
+    inputs = Inputs(trees, arrays, torch.device("cpu"))
+    for turn in range(9):
+        new = [x + turn if x.dtype != bool else x for x in arrays]
+        inputs.fill(new)
+        for got, want in zip(arrays_of(inputs.trees), new, strict=True):
+            assert got.numpy().dtype == want.dtype and np.array_equal(got.numpy(), want)
+    assert len({x.untyped_storage().data_ptr() for x in arrays_of(inputs.trees)}) == 1
+
+
+def test_a_large_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_torch, "GRAPH_TOKENS", 8)
+    graphs_on_a_cpu(monkeypatch)
+    llm = engine(backend="torch", max_num_batched_tokens=64)
+    tokens(llm, [PROMPTS[3]], replace(GREEDY, max_tokens=2))
+    shapes = {key[0][1][3] for program in llm.backend.programs for key in program.graphs if len(key) == 1}
+    assert shapes
+    assert max(n for n in shapes if isinstance(n, int)) <= 8
