@@ -106,6 +106,13 @@ WORKING = (
     ),
     Argument("tokenizer", "str", None, "where the tokenizer comes from; None: from the model", text),
     Argument("skip_tokenizer_init", "bool", False, "ids in, ids out: no text, no stop strings", checks.flag),
+    Argument(
+        "tokenizer_pool_size",
+        "int",
+        1,
+        "processes that tokenise prompts and render chats; 0 and 1: none, it is done in the caller's",
+        integers(0),
+    ),
     Argument("revision", "str", None, "branch, tag or commit of a hub id", text),
     Argument("download_dir", "str", None, "where hub files are kept; None: the hub's own cache", text),
     Argument(
@@ -252,6 +259,7 @@ ALIASES = {
     "overlap": "async_scheduling",
     "num_blocks": "num_gpu_blocks_override",
     "policy": "scheduling_policy",
+    "renderer_num_workers": "tokenizer_pool_size",
 }
 
 SPECULATIVE, LORA, MULTIMODAL = "speculative decoding", "LoRA", "multimodal input"
@@ -295,8 +303,6 @@ LATER = (
     Later("enable_expert_parallel", False, PARALLEL),
     Later("enable_eplb", False, PARALLEL),
     Later("distributed_executor_backend", None, PARALLEL, ("uni",)),
-    Later("tokenizer_pool_size", 1, "a pool of tokenizers", (0,)),
-    Later("renderer_num_workers", 1, "a pool of tokenizers"),
     Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
     Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
     Later("code_revision", None, "code from a checkpoint"),

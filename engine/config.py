@@ -29,6 +29,7 @@ class EngineConfig:
     model: Any
     tokenizer: str | None
     skip_tokenizer_init: bool
+    tokenizer_pool_size: int
     revision: str | None
     download_dir: str | None
     load_format: str

@@ -38,6 +38,7 @@ from .runner import Pending
 from .sampling_params import SamplingParams, request_key
 from .stats import StatsLogger
 from .tokenizer import Tokenizer
+from .tokenizer_pool import TokenizerPool
 
 
 class LLM:
@@ -56,6 +57,7 @@ class LLM:
         self.layout, self.memory_plan = parts.layout, parts.memory_plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
+        self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval)
         self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
@@ -79,7 +81,7 @@ class LLM:
         A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. All requests are
         checked before the first runs.
         """
-        prompts = list_of_prompts(prompts)
+        prompts = self.tokenizer_pool.tokenized(list_of_prompts(prompts))
         params = list_of_params(self._or_default(sampling_params), len(prompts))
         priorities = [0] * len(prompts) if priority is None else sequence("priority", priority)
         if len(priorities) != len(prompts):
@@ -103,8 +105,10 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """generate, for one conversation or a list of them. `template` goes to the tokenizer's apply_chat_template."""
-        conversations = list_of_messages(messages)
-        prompts = [{"prompt_token_ids": self._chat_ids(c, template)} for c in conversations]
+        conversations, variables = list_of_messages(messages), template_arguments(template)
+        self.get_tokenizer()
+        ids = self.tokenizer_pool.map("apply_chat_template", conversations, **variables)
+        prompts = [{"prompt_token_ids": i} for i in ids]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def beam_search(
@@ -357,6 +361,11 @@ class LLM:
         """
         with self.lock:
             self.scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
+
+    def shutdown(self) -> None:
+        """Aborts all requests and ends the tokenizer's processes. Not needed: whatever has no user left ends too."""
+        self.abort(list(self.processor.families))
+        self.tokenizer_pool.close()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""

@@ -18,6 +18,7 @@ EXAMPLE = "{'role': 'user', 'content': 'Hi'}"
 # known of vLLM's chat; unnamed they would pass for variables of the template
 LATER = ("lora_request", "mm_processor_kwargs", "chat_template_content_format")
 KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+# a prompt with both keys is its ids; the text is only shown
 FORMS = 'a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int, ...]}'
 
 
@@ -97,9 +98,9 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
     """The token ids of one prompt. Raises ValueError for an empty one and for ids that the model does not have."""
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - KEYS
-        if unknown or ("prompt" in prompt) + ("prompt_token_ids" in prompt) != 1:
+        if unknown or not ("prompt" in prompt or "prompt_token_ids" in prompt):
             raise ValueError(f"prompt {dict(prompt)!r}: a prompt is {FORMS}, and may have a cache_salt")
-        prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"prompt {prompt!r} is text and there is no tokenizer: give prompt_token_ids")
@@ -129,6 +130,16 @@ def cut(ids: list[int], params: SamplingParams, max_model_len: int, auto: bool) 
         log.warning("a prompt of %d tokens is cut to its first %d (allow_auto_truncate)", len(ids), longest)
         ids = ids[:longest]
     return ids
+
+
+def untokenized(prompt: Prompt) -> str | None:
+    """The text that is still to become ids; None: there is none."""
+    return None if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt else text_of(prompt)
+
+
+def with_ids(prompt: Prompt, ids: list[int]) -> Prompt:
+    """A prompt of text with the ids that a tokenizer has made of it."""
+    return {**(prompt if isinstance(prompt, Mapping) else {"prompt": prompt}), "prompt_token_ids": ids}
 
 
 def text_of(prompt: Prompt) -> str | None:

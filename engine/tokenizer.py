@@ -46,6 +46,11 @@ class Tokenizer:
         self.pad_token_id = self._named_id("pad_token")
         self.unk_token_id = self._named_id("unk_token")
 
+    @property
+    def parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str], ChatTemplate]:
+        """What another one like it is made of. Can be pickled."""
+        return self.backend, self.special_tokens, self.chat_template
+
     def __len__(self) -> int:
         return self.vocab_size
 

@@ -5,3 +5,6 @@ from __future__ import annotations
 from octavo.engine.backend import installed_backends
 
 BACKENDS = installed_backends()
+
+# arguments of an engine where one backend is enough: torch's threads spin, to the harm of whatever else runs
+QUIET = {"backend": "torch", "threads": 1} if "torch" in BACKENDS else {}

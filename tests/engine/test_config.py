@@ -73,6 +73,8 @@ ACCEPTED = [
     {"load_format": "dummy"},
     {"max_num_seqs": 200, "max_num_batched_tokens": 4096, "enforce_eager": False},
     {"max_batch_size": 1024},
+    {"tokenizer_pool_size": 4},
+    {"renderer_num_workers": 4},
     {"preemption_mode": "recompute"},
     {"preemption_mode": "RECOMPUTE"},
     {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
@@ -95,7 +97,6 @@ def test_enforce_eager_is_what_torch_always_does(installed):
 
 # those and others, of what is not built yet
 REFUSED = {
-    "tokenizer_pool_size": 4,
     "pipeline_parallel_size": 2,
     "enable_expert_parallel": True,
     "data_parallel_size": 2,

@@ -194,7 +194,6 @@ BAD_PROMPTS = {
     "too long": ([1] * 128, "128"),
     "text without tokenizer": ("hello", "no tokenizer"),
     "unknown key": ({"prompt_ids": [1]}, "prompt_ids"),
-    "two forms": ({"prompt": "a", "prompt_token_ids": [1]}, "prompt_token_ids"),
     "no prompt": (3, "3"),
     "salt of another type": ({"prompt_token_ids": [1], "cache_salt": 3}, "cache_salt 3"),
 }

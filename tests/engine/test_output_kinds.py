@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from backends import BACKENDS
+from backends import QUIET
 from tiny import PROMPTS, RANDOM, VOCAB, engine
 
 from octavo.engine import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from octavo.engine.scheduler import Scheduler
 
-# threads of torch that spin are a burden to whoever else is on the machine
-QUIET = {"backend": "torch", "threads": 1} if "torch" in BACKENDS else {}
 KINDS = list(RequestOutputKind)
 CUMULATIVE, DELTA, FINAL_ONLY = KINDS
 

@@ -1,0 +1,19 @@
+"""Errors that are no one's fault who asked: the engine's own."""
+
+from __future__ import annotations
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's process has ended. Nothing more will come of it; make a new AsyncLLM."""
+
+
+class RequestFailedError(RuntimeError):
+    """A step failed and ended the requests that were running. The engine serves on: the request may be tried again."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as max_num_queued_reqs allows."""
+
+
+class TokenizerDiedError(RuntimeError):
+    """The tokenizer's process ended several times at the same text."""
