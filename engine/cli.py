@@ -1,4 +1,4 @@
-"""The command `octavo`: generate, chat, models and plan. What is slow to import is imported where it is used."""
+"""The command `octavo`: generate, chat, run-batch, models and plan. What is slow to import is imported in place."""
 
 from __future__ import annotations
 
@@ -154,6 +154,26 @@ def _lines() -> Iterator[str]:
             yield input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+
+
+@app.command("run-batch", context_settings=TAKES_MORE, epilog=MORE)
+def run_batch(
+    context: typer.Context,
+    source: Annotated[str, typer.Option("--input-file", "-i", help="Lines of requests; - is stdin.")],
+    target: Annotated[str, typer.Option("--output-file", "-o", help="Takes a result a line; - is stdout.")],
+    model: Model = "smollm2",
+    backend: BackendName = "auto",
+    debug: Debug = False,
+) -> None:
+    """Serves a file in OpenAI's batch format. Run again after a kill, it goes on where it was: docs/batch.md."""
+    with reporting(debug):
+        from .llm import LLM
+        from .run_batch import Batch
+
+        # the files first: a wrong one should fail before a model is loaded for it
+        with Batch(source, target, model) as batch:
+            llm = LLM(model, backend=backend, **engine_arguments(context.args))
+            print(batch.run(llm, progress=sys.stderr.isatty()), file=sys.stderr)
 
 
 @models.command("list")

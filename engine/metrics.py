@@ -154,23 +154,26 @@ class EngineMetrics:
             return
         times.ended = True
         self.ends[reason] += 1
-        self._end_sample(r)
+        if r.samples:
+            self._end_sample(r)
         # what was cut short says nothing of how long a request takes
         if reason in (Reason.ABORT, Reason.ERROR) or times.scheduled is None:
             return
         first, last = times.first_token or now, times.last_token or now
-        num_tokens = len(r.tokens) - len(r.prompt)
         self.latency.add(now - r.arrival_time)
         self.queue.add(times.scheduled - times.queued)
         self.prefill.add(first - times.scheduled)
-        self.decode.add(last - first)
         self.inference.add(last - times.scheduled)
-        if num_tokens > 1:
-            self.per_token.add((last - first) / (num_tokens - 1))
         self.prompt_lengths.add(len(r.prompt))
-        self.output_lengths.add(num_tokens)
         self.computed_lengths.add(len(r.prompt) - (r.num_cached or 0))
         self.preemptions.add(r.preemptions)
+        if not r.samples:
+            return
+        num_tokens = len(r.tokens) - len(r.prompt)
+        self.decode.add(last - first)
+        self.output_lengths.add(num_tokens)
+        if num_tokens > 1:
+            self.per_token.add((last - first) / (num_tokens - 1))
         if r.max_tokens is not None:
             self.max_tokens.add(r.max_tokens)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from .metrics import Buckets, EngineMetrics
@@ -71,7 +72,8 @@ class Exporter:
 
     def __init__(self, metrics: EngineMetrics, config: EngineConfig, plan: MemoryPlan):
         self.metrics = metrics
-        self.labels = {"model_name": str(getattr(config.model, "name", config.model))}
+        model = config.model
+        self.labels = {"model_name": str(model if isinstance(model, str | PurePath) else model.name)}
         names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes")
         self.cache_info = {name: str(getattr(config, name)) for name in names} | {
             "num_gpu_blocks": ",".join(map(str, plan.num_blocks)),

@@ -9,7 +9,7 @@ from types import TracebackType
 class Progress:
     """Counts finished requests and generated tokens; draws on stderr, and only when wanted. A context manager."""
 
-    def __init__(self, total: int, wanted: bool):
+    def __init__(self, total: int | None, wanted: bool):
         self.num_tokens, self.start, self.bar = 0, time.perf_counter(), None
         if wanted:
             from rich.console import Console

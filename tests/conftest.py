@@ -20,7 +20,9 @@ if not Path("/proc/driver/nvidia").exists():
 from backends import BACKENDS
 
 # what a test file may import that an environment with one backend lacks
-OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "sentencepiece", "mistral_common"}
+OPTIONAL = {"jax", "jaxlib", "flax", "torch", "triton", "transformers", "gguf", "openai", "sentencepiece"} | {
+    "mistral_common"
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tokenizers
 from backends import BACKENDS
-from tiny import GREEDY, PROMPTS, RANDOM, VOCAB, engine
+from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, spec_of
 
 from octavo.engine import LLM
 from octavo.engine.metrics import LATENCY, PER_TOKEN, PHASE, Buckets, EngineMetrics
 from octavo.engine.metrics_docs import markdown
-from octavo.engine.metrics_export import Counter, Gauge, Histogram, Metric
+from octavo.engine.metrics_export import Counter, Exporter, Gauge, Histogram, Metric
 from octavo.engine.metrics_table import ALIASES, METRICS
 
 PHASES = ("queue", "prefill", "decode")
@@ -307,6 +307,17 @@ def test_values_are_picklable_and_the_registry_is_the_engines_own() -> None:
     assert two.metrics_registry().get_sample_value("vllm:generation_tokens_total", labels) == 0
     with pytest.raises(ValueError, match="Duplicated"):
         one.metrics_registry().register(two._exporter)
+
+
+def test_a_model_has_the_name_that_it_was_given(tmp_path: Path) -> None:
+    for model in (tmp_path / "m", str(tmp_path / "m")):
+        assert _labels(model) == {"model_name": str(tmp_path / "m")}
+    assert _labels(spec_of(TINY)) == {"model_name": "llama"}
+
+
+def _labels(model) -> dict[str, str]:
+    llm = watched()
+    return Exporter(llm.metrics, replace(llm.config, model=model), llm.memory_plan).labels
 
 
 def test_nothing_is_kept_when_statistics_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
