@@ -3,6 +3,7 @@
 from .beam_search import BeamSearchParams
 from .llm import LLM
 from .outputs import CompletionOutput, Logprob, RequestOutput
+from .pooling import PoolingParams
 from .sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

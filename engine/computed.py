@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .output_processor import Member
 from .prompts import Prompt, salt_of, token_ids_of
 from .reads import Wanted
 from .request import Request
@@ -20,7 +21,14 @@ NOTHING_SAMPLED = SamplingParams(temperature=0)
 def compute(
     llm: LLM, prompts: Sequence[Prompt], wanted: Sequence[Wanted], use_tqdm: bool = True
 ) -> list[list[ReadResult]]:
-    """What is wanted of each prompt: its parts in the order of places, of which each is there once.
+    """What is wanted of each prompt: its parts in the order of places, of which each is there once."""
+    return [m.reads for m in compute_members(llm, prompts, wanted, use_tqdm)]
+
+
+def compute_members(
+    llm: LLM, prompts: Sequence[Prompt], wanted: Sequence[Wanted], use_tqdm: bool = True
+) -> list[Member]:
+    """The computed request of each prompt, with what was read of it.
 
     All are checked before the first runs. Prompts that begin alike share that part, as far as nothing of it is wanted.
     Raises ValueError for what can never be served, RuntimeError if a step fails that another call runs.
@@ -37,7 +45,7 @@ def compute(
         llm.abort(names)
     if lost := [r.id for r in requests if r.finish_reason != "stop"]:
         raise RuntimeError(f"requests {', '.join(lost)} were ended by another call, or by its step that failed")
-    return [m.reads for m in members]
+    return members
 
 
 def computed_only(llm: LLM, name: str, prompt: Prompt, wanted: Wanted) -> Request:

@@ -18,6 +18,7 @@ from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
+from .pooling import EmbeddingRequestOutput, HiddenStatesOutput, PoolingParams, embed, hidden_states
 from .progress import Progress
 from .prompts import (
     Prompt,
@@ -121,6 +122,28 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The best sequences behind each prompt; `concurrency_limit` is how many prompts are searched at a time."""
         return beam_search(self, prompts, params, use_tqdm=use_tqdm, concurrency_limit=concurrency_limit)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **params: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt. Params of all are given as PoolingParams, or by name: pooling="mean", dimensions=64."""
+        if pooling_params is not None and params:
+            raise ValueError(f"pooling_params and {', '.join(params)}: give one of them")
+        return embed(self, prompts, pooling_params or PoolingParams(**params), use_tqdm)
+
+    def hidden_states(
+        self, prompts: Prompt | Sequence[Prompt], layers: Sequence[int] = (-1,), *, use_tqdm: bool = True
+    ) -> list[HiddenStatesOutput]:
+        """Hidden states of all tokens of each prompt, by layer: 0 is the embedding, i what layer i - 1 gives.
+
+        The last one has been through the final norm, as with transformers' output_hidden_states.
+        """
+        return hidden_states(self, prompts, layers, use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Iterator[str]:
         """The text of one completion, piece by piece. `prompt` may also be a list of chat messages.

@@ -84,7 +84,7 @@ class Read:
     targets: tuple[int, ...] = ()  # ids whose logprob behind each is wanted; empty: none are
     num_logprobs: int = 0  # of the most likely, with each target
     token_ids: tuple[tuple[int, ...], ...] = ()  # more ids with each target
-    hidden: tuple[str, ...] = ()  # names of hidden rows: "last", "embed", "layer.i"
+    hidden: tuple[str, ...] = ()  # names of hidden rows: "last", "norm", "embed", "layer.i"
 
 
 @dataclass(frozen=True)

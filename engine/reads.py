@@ -23,7 +23,7 @@ class Wanted:
 
     `targets`: ids, one a place, whose logprob behind it is wanted (empty: none are); `num_logprobs` of the most likely
     come with each, and those of `token_ids`, if there are any: a tuple of ids a place. `hidden`: which hidden rows come
-    to the host, "last" (of the last layer, before the final norm), "embed" or "layer.i".
+    to the host, "last" (of the last layer, before the final norm), "norm" (behind it), "embed" or "layer.i".
     """
 
     start: int

@@ -152,14 +152,15 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model is a config, specs of its weights, cache groups, a checkpoint map, and three pure functions.
+    """A model is a config, specs of its weights, cache groups, a checkpoint map, and four pure functions.
 
     `weights` is a dict with at least "layers" (a list, one dict a layer) and "ropes" (name -> frequencies).
     `checkpoint` is the same tree with a Fuse, or for init "host" a numpy array, at each leaf.
 
     embed(weights, step, ops) -> x_TE
     layer(layer_weights, layer_cache, x_TE, step, attention_spec, ops, layout) -> (x_TE, layer_cache)
-    unembed(weights, x_RE, ops) -> logits_RV, float32
+    norm(weights, x_TE, ops) -> x_TE, the final norm alone: what transformers calls the last hidden state
+    unembed(weights, x_RE, ops) -> logits_RV, float32; the final norm is in it
     """
 
     name: str
@@ -173,6 +174,7 @@ class ModelSpec:
     attention: tuple[AttentionSpec, ...]  # one a layer
     embed: Callable[..., Array]
     layer: Callable[..., tuple[Array, LayerCache]]
+    norm: Callable[..., Array]
     unembed: Callable[..., Array]
     extra: Mapping[str, ArraySpec] = field(default_factory=dict)
 

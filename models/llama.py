@@ -81,6 +81,7 @@ def spec(c: LlamaConfig, name: str = "llama") -> ModelSpec:
         attention=tuple(AttentionSpec(c.num_kv_heads, group_size, c.head_dim, c.head_dim, scale, w) for w in windows),
         embed=embed,
         layer=partial(layer, eps=c.norm_eps),
+        norm=partial(norm, eps=c.norm_eps),
         unembed=partial(unembed, eps=c.norm_eps),
     )
 
@@ -107,8 +108,12 @@ def layer(
     return x_TE + linear(ops, "tf,fe->te", ops.gated_mlp_act(h_TXF), w, "down", out=(None, None), reduce="mlp"), cache
 
 
+def norm(w: dict, x_TE: Array, ops: Any, *, eps: float) -> Array:
+    return ops.rms_norm(x_TE, w["final_norm"], eps)
+
+
 def unembed(w: dict, x_RE: Array, ops: Any, *, eps: float) -> Array:
-    h_RE = ops.rms_norm(x_RE, w["final_norm"], eps)
+    h_RE = norm(w, x_RE, ops, eps=eps)
     logits_RV = ops.einsum("re,ve->rv", h_RE, w.get("unembed", w["embed"]), out=(None, "vocab"))
     return ops.xp.astype(ops.constrain(logits_RV, (None, "vocab"), (None, None)), ops.xp.float32)
 

@@ -100,10 +100,12 @@ def forward_all(
 ) -> tuple[Array, dict[str, Array], CacheState]:
     """As forward, and the hidden rows [T, E] of all tokens: "last", behind the last layer, and those of inputs.taps.
 
-    None of them has been through the final norm. Padding has rows too, of no meaning.
+    None of them has been through the final norm but "norm". Padding has rows too, of no meaning.
     """
     tapped: dict[str, Array] = {}
     x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout, tapped=tapped)
+    if "norm" in inputs.taps:
+        tapped["norm"] = model.norm(weights, x_TE, ops)
     return last_rows(x_TE, inputs, max_num_seqs, ops), {"last": x_TE} | tapped, cache
 
 
