@@ -1,5 +1,6 @@
 """The host: who runs next, with which blocks, and what a user sees of it."""
 
+from ..models.logit_edits import LogitsProcessor
 from .beam_search import BeamSearchParams
 from .llm import LLM
 from .outputs import CompletionOutput, Logprob, RequestOutput
@@ -10,6 +11,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "LogitsProcessor",
     "Logprob",
     "PoolingParams",
     "RequestOutput",

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import checks
 from .loading.checkpoint import LOAD_FORMATS
+from .logits_processors import checked_processors
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LATER_LOAD_FORMATS = (
@@ -244,6 +245,13 @@ WORKING = (
     Argument("stream_interval", "int", 1, "tokens of a request from one output to the next", integers(1)),
     Argument("max_logprobs", "int", 20, "most logprobs that a request may ask for; -1: any number", integers(-1)),
     Argument(
+        "logits_processors",
+        "list of LogitsProcessor",
+        (),
+        "steps of one's own in the sampler, which requests select by extra_args",
+        checked_processors,
+    ),
+    Argument(
         "disable_log_stats",
         "bool",
         True,
@@ -315,7 +323,6 @@ LATER = (
     Later("compilation_config", None, "compile levels", ({},)),
     Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
     Later("scheduler_cls", None, "a scheduler of one's own"),
-    Later("logits_processors", None, "logits processors", ([],)),
     Later("logprobs_mode", "raw_logprobs", "processed logprobs and logits"),
     Later("structured_outputs_config", None, "structured output"),
     Later("guided_decoding_backend", None, "structured output", ("auto",)),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..models.interface import Sampling, StepInput
-from ..models.sampling import MAX_STOP_IDS, PARAMS
-from .plan import Admission, Plan, Transfer
+from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
+from ..models.sampling import PARAMS
+from .plan import Admission, Edits, Plan, Transfer
 
 # rows of a decode graph: a row too many costs least where there are many
 SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
@@ -142,7 +143,7 @@ def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask:
 
 
 def row_values(admitted: Sequence[Admission], shapes: Shapes, scratch: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """What set_rows writes: the rows, and a value for each of sampling.row_specs."""
+    """What set_rows writes: the rows, and a value for each of sampling.row_specs but those of edit_specs."""
     size = at_least(shapes.admitted, len(admitted))
     known = at_least(shapes.known, max(len(a.tokens) for a in admitted))
     values = {
@@ -153,6 +154,7 @@ def row_values(admitted: Sequence[Admission], shapes: Shapes, scratch: int) -> t
         "params": np.zeros((size, len(PARAMS)), np.float32),
         "min_tokens": padded([a.min_tokens for a in admitted], size, 0),
         "stop_ids": np.zeros((size, MAX_STOP_IDS), np.int32),
+        "edited": padded([a.edits is not None for a in admitted], size, 0),
     }
     for i, a in enumerate(admitted):
         values["tokens"][i, : len(a.tokens)] = a.tokens
@@ -161,6 +163,43 @@ def row_values(admitted: Sequence[Admission], shapes: Shapes, scratch: int) -> t
             values["stop_ids"][i] = a.stop_ids[0]
             values["stop_ids"][i, : len(a.stop_ids)] = a.stop_ids
     return padded([a.row for a in admitted], size, scratch), values
+
+
+def edit_values(
+    admitted: Sequence[Admission], shapes: Shapes, scratch: int, vocab_size: int
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """What set_rows writes for those that have edits: the rows, and a value for each of edit_specs."""
+    size, edits = at_least(shapes.admitted, len(admitted)), [a.edits or Edits() for a in admitted]
+    return padded([a.row for a in admitted], size, scratch), edit_columns(edits, size, vocab_size)
+
+
+def edit_columns(edits: Sequence[Edits], size: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """The columns of edit_specs, for `size` rows of which the first have these edits."""
+    values = {
+        "allowed": np.full((size, -(-vocab_size // 32)), -1, np.int32),
+        "bias_ids": np.full((size, MAX_BIAS), -1, np.int32),
+        "bias": np.zeros((size, MAX_BIAS), np.float32),
+        "bad_ids": np.zeros((size, MAX_BAD_IDS), np.int32),
+        "bad_back": np.zeros((size, MAX_BAD_IDS), np.int32),
+        "bad_ends": np.zeros((size, 2 * MAX_BAD_WORDS + 1), np.int32),
+        "processors": np.zeros((size, MAX_PROCESSOR_COLUMNS), np.float32),
+    }
+    for i, e in enumerate(edits):
+        if e.allowed:
+            allowed = np.zeros(vocab_size, bool)
+            allowed[list(e.allowed)] = True
+            values["allowed"][i] = pack_bits(allowed)
+        for n, (token, value) in enumerate(e.bias):
+            values["bias_ids"][i, n], values["bias"][i, n] = token, value
+        end = 0
+        for n, word in enumerate(e.bad_words, 1):
+            start, end = end, end + len(word)
+            values["bad_ids"][i, start:end] = word
+            values["bad_back"][i, start:end] = range(len(word) - 1, -1, -1)
+            values["bad_ends"][i, n:] = end
+        for column, value in e.processors:
+            values["processors"][i, column] = value
+    return values
 
 
 def move_input(

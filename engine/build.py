@@ -75,6 +75,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         max_model_len=plan.max_model_len,
         shapes=_shapes(config, plan, model, backend),
         digest=config.step_log is not None,
+        processors=config.logits_processors,
     )
     if config.warmup == "all":
         log.info("compiled %d programs", runner.warm_up())
@@ -234,9 +235,6 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict
     renamed = {"max_new_tokens": "max_tokens"}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     params = {renamed.get(n, n): source[n] for n in names if source.get(n) is not None}
-    if params.get("repetition_penalty", 1.0) != 1.0:
-        log.warning("generation_config asks for repetition_penalty %s, not supported yet", params["repetition_penalty"])
-    params.pop("repetition_penalty", None)
     # checks them now: a wrong file should fail here and not at the first request
     SamplingParams(**params)
     return params

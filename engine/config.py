@@ -9,6 +9,7 @@ from typing import Any
 
 from ..models.interface import CacheLayout, ModelSpec
 from ..models.layouts import LAYOUTS
+from ..models.logit_edits import LogitsProcessor
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
@@ -65,6 +66,7 @@ class EngineConfig:
     gpu_memory_utilization: float
     stream_interval: int
     max_logprobs: int
+    logits_processors: tuple[LogitsProcessor, ...]
     disable_log_stats: bool
     step_log: str | None
     given: frozenset[str] = frozenset()

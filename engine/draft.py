@@ -62,4 +62,5 @@ def admission(r: Request) -> Admission:
         # no request gets beyond its limit, and the device counts in int32
         min(r.params.min_tokens, r.limit) if stops else 0,
         stops,
+        r.edits,
     )

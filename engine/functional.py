@@ -14,10 +14,15 @@ import numpy as np
 
 from ..models import step
 from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Sampling, StepInput
-from ..models.sampling import MAX_STOP_IDS, VARIANTS
+from ..models.logit_edits import MAX_STOP_IDS
+from ..models.sampling import VARIANTS
 from .backend import Backend
+from .batch import edit_columns
+from .edits import edits_of
+from .plan import Edits
 from .runner import cache_specs, empty_cache
 from .sampling_params import SamplingParams, request_key
+from .tokenizer import Tokenizer
 
 
 class Generated(NamedTuple):
@@ -49,23 +54,37 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarra
     return ids, lengths
 
 
-def sampling_columns(params: SamplingParams | Sequence[SamplingParams], num_seqs: int) -> dict[str, np.ndarray]:
+def sampling_columns(
+    params: SamplingParams | Sequence[SamplingParams],
+    num_seqs: int,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, np.ndarray]:
     """The rows of CacheState.rows that sampling reads, for `generate(columns=...)`. A seed of None is 0.
 
+    allowed_token_ids, logit_bias and bad_words need the model's vocab_size, bad_words the tokenizer too.
     What concerns the end or the output (max_tokens, ignore_eos, logprobs, text) is for generate's own arguments to say.
     """
     params = [params] * num_seqs if isinstance(params, SamplingParams) else list(params)
     if len(params) != num_seqs:
         raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")
     for p in params:
-        if p.stop or p.stop_token_ids or p.min_tokens or p.n != 1:
+        if p.stop or p.stop_token_ids or p.min_tokens or p.extra_args or p.n != 1:
             raise NotImplementedError(
-                "functional.generate takes no stop, stop_token_ids, min_tokens or n: use LLM.generate"
+                "functional.generate takes no stop, stop_token_ids, min_tokens, extra_args or n: use LLM.generate"
             )
-    return {
+        if vocab_size is None and (p.allowed_token_ids or p.logit_bias or p.bad_words):
+            raise ValueError("allowed_token_ids, logit_bias and bad_words need vocab_size=model.vocab_size here")
+    columns = {
         "params": np.array([p.row() for p in params], np.float32),
         "keys": np.array([request_key(p.seed or 0, 0) for p in params], np.int32),
     }
+    edits = [edits_of(p, vocab_size or 0, tokenizer, ()) for p in params]
+    if not any(edits):
+        return columns
+    edited = {"edited": np.array([e is not None for e in edits], np.int32)}
+    return columns | edited | edit_columns([e or Edits() for e in edits], num_seqs, vocab_size or 0)
 
 
 def generate(
@@ -88,7 +107,7 @@ def generate(
     `columns` the tokens are greedy; with them the sampler is the whole one, unless `variant` names a smaller one that
     suffices for all (the largest of `SamplingParams.variant`). Consumes the cache: with JAX donate it, or keep it.
     """
-    variant = variant or ("truncate" if columns else "greedy")
+    variant = variant or ("penalties" if columns else "greedy")
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
     _check_room(cache, prompts_SL.shape, max_tokens)
@@ -174,7 +193,7 @@ def _batch(
 
 def _fill_rows(rows: dict, prompts_SL: Array, lengths_S: Array, columns: dict, ops: Any) -> dict:
     xp, seq_S = ops.xp, ops.arange(lengths_S.shape[0], like=lengths_S)
-    zeros = {name: xp.zeros_like(rows[name][: lengths_S.shape[0]]) for name in ("keys", "params", "stop_ids")}
+    zeros = {name: xp.zeros_like(rows[name][: lengths_S.shape[0]]) for name in ("keys", "params", "stop_ids", "edited")}
     values = (
         zeros
         | columns

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ..models.logit_edits import LogitsProcessor
 from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from .build import build
 from .checks import integer, sequence
 from .config import engine_config
+from .edits import edits_of
 from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric
 from .output_processor import Family, OutputProcessor
@@ -304,12 +306,15 @@ class LLM:
         ids = token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         params, eos = self._resolved(params)
         ids = cut(ids, params, self.scheduler.config.max_model_len, self.config.allow_auto_truncate)
+        edits = edits_of(params, self.model.vocab_size, self.tokenizer, self.runner.processors)
         salt = salt_of(prompt, cache_salt)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
         family: list[Request] = []
         for i in range(params.n):
             name = request_id if params.n == 1 else f"{i}_{request_id}"
-            request = Request(name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i)
+            request = Request(
+                name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i, edits=edits
+            )
             request.first, request.arrival_time = family[0] if family else None, arrived
             family.append(request)
         self.processor.check_free(request_id, family)
@@ -389,6 +394,11 @@ class LLM:
         """Aborts all requests and ends the tokenizer's processes. Not needed: whatever has no user left ends too."""
         self.abort(list(self.processor.families))
         self.tokenizer_pool.close()
+
+    def register_logits_processor(self, processor: LogitsProcessor) -> None:
+        """Adds one while running. The head that holds them all is compiled when a request first selects one."""
+        with self.lock:
+            self.runner.register(processor)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""

@@ -42,6 +42,16 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Edits:
+    """What few requests ask of the logits, in ids: whoever asks for none of it has no Edits."""
+
+    allowed: tuple[int, ...] = ()  # empty: all
+    bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[tuple[int, float], ...] = ()  # columns of rows["processors"] that are not 0
+
+
+@dataclass(frozen=True)
 class Admission:
     """A row of CacheState.rows to be filled before the step."""
 
@@ -53,6 +63,7 @@ class Admission:
     params: tuple[float, ...]  # in the order of sampling.PARAMS
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()  # what min_tokens forbids
+    edits: Edits | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from .plan import Edits
 from .reads import Wanted
 from .sampling_params import SamplingParams
 
@@ -35,6 +36,7 @@ class Request:
     priority: int = 0  # smaller goes first, under the priority policy
     arrival: int = 0  # order of arrival, unique
     cache_salt: str | None = None
+    edits: Edits | None = None  # what params ask of the logits, in ids
     index: int = 0  # which of n samples
     first: Request | None = None  # the sibling that computes the prompt for all n
     # nobody decides by these two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +22,26 @@ from ..models.interface import (
     StepInput,
     map_tree,
 )
+from ..models.logit_edits import LogitsProcessor
 from ..models.sampling import PARAMS, VARIANTS, row_specs
 from .backend import Backend
-from .batch import Shapes, move_input, padded, read_places, row_values, sampling_input, step_input
+from .batch import (
+    Shapes,
+    edit_values,
+    move_input,
+    padded,
+    read_places,
+    row_values,
+    sampling_input,
+    step_input,
+)
+from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
+
+log = logging.getLogger(__name__)
+
+# of the head: arguments, results, and what it consumes
+HEAD = ("weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,7 @@ class Runner:
         max_model_len: int,
         shapes: Shapes,
         digest: bool = False,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
         self.block_size, self.scratch = layout.block_size, max_num_seqs
@@ -142,10 +160,29 @@ class Runner:
         self.forward_all = compile(
             forward_all, ("weights", "cache", "inputs"), ("hidden", "rows_of_all", "cache"), "cache"
         )
-        self.head = compile(head, ("weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows")
+        self.head = compile(head, *HEAD)
+        self.processors, self.num_late_processors = tuple(processors), 0
+        self.head_with_processors = self._compile_processors()
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
         self.reset()
+
+    def register(self, processor: LogitsProcessor) -> None:
+        """Lets requests select one more. The head that holds them all is compiled anew when a request selects one."""
+        self.processors = checked_processors("logits_processors", (*self.processors, processor))
+        self.head_with_processors = self._compile_processors()
+        self.num_late_processors += 1
+        log.warning(
+            "logits processor %s is registered late: the next request that selects a processor waits for compiling. "
+            "total_late_processors=%d",
+            processor.name,
+            self.num_late_processors,
+        )
+
+    def _compile_processors(self) -> Any:
+        """The head with the processors. Apart from the other, which needs none of them and stays."""
+        head = partial(step.head, model=self.model, processors=self.processors)
+        return self.backend.compile(head, *HEAD)
 
     def reset(self) -> None:
         """Starts from an empty cache."""
@@ -181,9 +218,12 @@ class Runner:
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask)
-        output, rows = self.head(self.weights, self.cache.rows, hidden, sampling)
+        output, rows = self._head(plan.variant)(self.weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
         return output
+
+    def _head(self, variant: str) -> Any:
+        return self.head_with_processors if variant == "processors" else self.head
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         if not admitted:
@@ -193,6 +233,9 @@ class Runner:
                 table[a.row] = 0
         at, values = row_values(admitted, self.shapes, self.scratch)
         self.cache = step.with_rows(self.cache, self.set_rows(self.cache.rows, at, values))
+        if edited := [a for a in admitted if a.edits]:
+            at, values = edit_values(edited, self.shapes, self.scratch, self.model.vocab_size)
+            self.cache = step.with_rows(self.cache, self.set_rows(self.cache.rows, at, values))
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
         for w in writes:
@@ -219,6 +262,8 @@ class Runner:
         for n in shapes.admitted:
             for known in shapes.known:
                 yield self.set_rows, (self.cache.rows, *row_values((filler(known),) * n, shapes, self.scratch))
+            edits = edit_values((filler(1),) * n, shapes, self.scratch, self.model.vocab_size)
+            yield self.set_rows, (self.cache.rows, *edits)
         for n in shapes.moved:
             pairs = [Transfer(g, 0, 0) for g in range(groups) for _ in range(n)]
             yield self.move_blocks, (self.cache.groups, *move_input(pairs, groups, shapes))
@@ -229,10 +274,10 @@ class Runner:
                 yield self.forward_all, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
         hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
         for n in shapes.sampled:
-            for variant in VARIANTS:
+            for variant in VARIANTS if self.processors else VARIANTS[:-1]:
                 for k in shapes.logprobs[:-1]:
                     sampling = Sampling(padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest)
-                    yield self.head, (self.weights, self.cache.rows, hidden, sampling)
+                    yield self._head(variant), (self.weights, self.cache.rows, hidden, sampling)
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
         tables = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables)

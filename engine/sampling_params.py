@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from ..models.sampling import MAX_STOP_IDS, PARAMS
+from ..models.logit_edits import MAX_STOP_IDS
+from ..models.sampling import PARAMS
 from .checks import check_names, choice, flag, integer, number, sequence
+from .edits import checked_edits
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,6 @@ HINTS = {
     "use_beam_search": "it is gone; use LLM.beam_search",
     "guided_decoding": "it is called structured_outputs now",
     "logits_processors": "processors for one request are not supported",
-}
-# values beside the default that ask for nothing
-NO_OPS = {
-    "bad_words": [],
-    "extra_args": {},
-    "logit_bias": {},
 }
 
 
@@ -46,17 +42,10 @@ class RequestOutputKind(Enum):
 class NotYet:
     """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    bad_words: Sequence[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
     structured_outputs: Any = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    extra_args: Mapping[str, Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     watermarking: Any = None
@@ -68,8 +57,8 @@ class NotYet:
 class SamplingParams(NotYet):
     """How one request is sampled, when it stops, and what it returns.
 
-    Normalised: `stop` and `stop_token_ids` are tuples without repetition, `seed` -1 is None, `top_k` -1 is 0,
-    temperatures under 1e-5 are 0 (greedy, without truncation), and those under 0.01 are raised to it.
+    Normalised: `stop`, `bad_words` and the lists of ids are tuples without repetition, `seed` -1 is None, `top_k` -1
+    is 0, temperatures under 1e-5 are 0 (greedy, without truncation), and those under 0.01 are raised to it.
 
     Raises ValueError for a value out of range, UnknownArgumentError for an unknown name, NotImplementedError for a
     field of NotYet that is set to anything but its default.
@@ -81,6 +70,13 @@ class SamplingParams(NotYet):
     top_k: int = 0  # 0: off
     min_p: float = 0.0
     seed: int | None = None  # None: drawn by the engine
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    extra_args: Mapping[str, Any] | None = None  # {name of a logits processor: {its parameter: value}}
     max_tokens: int | None = 16  # None: as many as max_model_len leaves room for
     min_tokens: int = 0
     stop: Sequence[str] = ()
@@ -103,7 +99,9 @@ class SamplingParams(NotYet):
 
     def __post_init__(self) -> None:
         self._check_supported()
-        self._set(**_stopping(self), **_randomness(self), **_returning(self), **_prompt_length(self))
+        self._set(
+            **_stopping(self), **_randomness(self), **checked_edits(self), **_returning(self), **_prompt_length(self)
+        )
         if self.temperature == 0:
             self._set(top_p=1.0, top_k=0, min_p=0.0)
             if self.n > 1:
@@ -114,18 +112,19 @@ class SamplingParams(NotYet):
             object.__setattr__(self, name, value)
 
     def _check_supported(self) -> None:
-        for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
-            number(name, getattr(self, name), low, high)
-        number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True, open_high=True)
         for f in fields(NotYet):
             value = getattr(self, f.name)
-            if value != f.default and value != NO_OPS.get(f.name, f.default):
+            if value != f.default:
                 raise NotImplementedError(f"sampling parameter {f.name}={value!r} is not supported yet")
 
     @property
     def variant(self) -> str:
         """The smallest head (of sampling.VARIANTS) that can serve this request."""
-        if self.min_tokens:
+        if self.extra_args:
+            return "processors"
+        if (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0):
+            return "penalties"
+        if self.min_tokens or self.allowed_token_ids or self.logit_bias or self.bad_words:
             return "edits"
         if (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             return "truncate"

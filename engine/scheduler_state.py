@@ -7,6 +7,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
+from .edits import edits_from_json, edits_to_json
 from .reads import wanted_from
 from .request import Request
 from .sampling_params import SamplingParams
@@ -45,6 +46,7 @@ def _dump(r: Request) -> dict[str, Any]:
         "params": {name: _plain(v) for name, v in params.items() if v != getattr(SamplingParams, name)},
         "key": list(r.key),
         "wanted": vars(r.wanted).copy() if r.wanted else None,
+        "edits": None if r.edits is None else edits_to_json(r.edits),
         "eos_ids": sorted(r.eos_ids),
         "blocks": [list(table) for table in r.blocks],
         "hashes": [h.hex() for h in r.hashes],
@@ -60,6 +62,7 @@ def _load(value: dict[str, Any]) -> Request:
         key=(first, second),
         eos_ids=frozenset(value["eos_ids"]),
         wanted=wanted_from(value["wanted"]),
+        edits=None if value["edits"] is None else edits_from_json(value["edits"]),
     )
     for name in PLAIN[2:]:
         plain = value[name]

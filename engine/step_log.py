@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .edits import edits_from_json, edits_to_json
 from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
 
 FORMAT = 2
@@ -84,7 +85,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if plan.admitted:
         value["admitted"] = [
             [a.row, list(a.tokens), a.num_computed, a.prompt_len, list(a.key), list(a.params)]
-            + ([a.min_tokens, list(a.stop_ids)] if a.min_tokens or a.stop_ids else [])
+            + ([a.min_tokens, list(a.stop_ids)] if a.min_tokens or a.stop_ids or a.edits else [])
+            + ([edits_to_json(a.edits)] if a.edits else [])
             for a in plan.admitted
         ]
     if plan.table_writes:
@@ -131,11 +133,12 @@ def _admission(
     params: list[float],
     min_tokens: int = 0,
     stop_ids: Sequence[int] = (),
+    edits: Mapping[str, Any] | None = None,
 ) -> Admission:
     first, second = key
-    return Admission(
-        row, tuple(tokens), num_computed, prompt_len, (first, second), tuple(params), min_tokens, tuple(stop_ids)
-    )
+    known, numbers = tuple(tokens), tuple(params)
+    admitted = Admission(row, known, num_computed, prompt_len, (first, second), numbers, min_tokens, tuple(stop_ids))
+    return replace(admitted, edits=edits_from_json(edits)) if edits else admitted
 
 
 def _parsed(line: str, number: int, path: str | Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .attention import AttentionOp
 from .noise import digest, gumbel
+from .tally import tally
 
 Axes = tuple[str | None, ...]
 MODES = ("local", "shard_map", "auto")
@@ -157,6 +158,13 @@ class JaxOps:
     def scatter(self, dest: jax.Array, at: tuple, values: jax.Array) -> jax.Array:
         """dest with dest[at] = values. Consumes dest; where `at` repeats a place, any of its values stays."""
         return dest.at[at].set(values.astype(dest.dtype))
+
+    def tally(self, ids_RM: jax.Array, values_RM: jax.Array, size: int, used: Any = None) -> jax.Array:
+        """[R, size]: at each id the sum of its values in that row. Ids below 0, and from size on, count nowhere.
+
+        `used` (a scalar) promises that columns from it on hold none that count.
+        """
+        return tally(ids_RM, values_RM, size, used)
 
     def argmax(self, x: jax.Array) -> jax.Array:
         """int32 index of the greatest along the last axis; the first of equals."""

@@ -164,6 +164,19 @@ class TorchOps:
         dest[at] = values.to(dest.dtype)
         return dest
 
+    def tally(self, ids_RM: Tensor, values_RM: Tensor, size: int, used: Tensor | None = None) -> Tensor:
+        """[R, size]: at each id the sum of its values in that row. Ids below 0, and from size on, count nowhere.
+
+        `used` (a scalar) promises that columns from it on hold none that count.
+        """
+        # on a GPU, reading it would cost more than the columns
+        if used is not None and ids_RM.device.type == "cpu":
+            ids_RM, values_RM = ids_RM[:, : int(used)], values_RM[:, : int(used)]
+        counts_RM = (ids_RM >= 0) & (ids_RM < size)
+        values_RM = torch.where(counts_RM, values_RM, 0).to(values_RM.dtype)
+        sum_RV = torch.zeros((len(ids_RM), size), dtype=values_RM.dtype, device=ids_RM.device)
+        return sum_RV.scatter_add_(1, torch.where(counts_RM, ids_RM, 0).long(), values_RM)
+
     def argmax(self, x: Tensor) -> Tensor:
         """int32 place of the greatest of the last axis; the first of equals."""
         size = x.shape[-1]

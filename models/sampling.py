@@ -1,19 +1,24 @@
 """One pure sampler. Parameters and history live in CacheState.rows, so a step says only which rows to sample.
 
-The order is semantics 3.2: raw logprobs, grammar, min_tokens, [penalties], greedy, temperature, min_p, top_k, top_p,
-Gumbel-max.
+The order is semantics 3.2: raw logprobs, grammar, allowed ids, bad words, bias, min_tokens, penalties, processors,
+greedy, temperature, min_p, top_k, top_p, Gumbel-max. A smaller variant leaves out what no row of a step asks for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from . import logit_edits
 from .interface import Array, ArraySpec, Output, Sampling
+from .logit_edits import MAX_STOP_IDS, NEVER, LogitsProcessor, unpack
 
-VARIANTS = ("greedy", "sample", "truncate", "edits", "penalties")  # each includes those before it
-PARAMS = ("temperature", "top_k", "top_p", "min_p")  # columns of rows["params"]
-MAX_STOP_IDS = 64  # ids a row can forbid until min_tokens
-NEVER = float("-inf")
+# each includes those before it
+VARIANTS = ("greedy", "sample", "truncate", "edits", "penalties", "processors")
+PARAMS = (  # columns of rows["params"]
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 
 
 def row_specs(num_rows: int, max_model_len: int, vocab_size: int) -> dict[str, ArraySpec]:
@@ -30,46 +35,59 @@ def row_specs(num_rows: int, max_model_len: int, vocab_size: int) -> dict[str, A
         "params": row(len(PARAMS), dtype="float32"),
         "min_tokens": row(),
         "stop_ids": row(MAX_STOP_IDS),  # padded by repeating one of them
-    }
+        "edited": row(),  # 1: what follows is this row's own
+    } | logit_edits.edit_specs(row, vocab_size)
 
 
-def sample(logits_RV: Array, rows: dict[str, Array], sampling: Sampling, ops: Any) -> Output:
+def at_least(variant: str, least: str) -> bool:
+    """Whether a variant includes another."""
+    return VARIANTS.index(variant) >= VARIANTS.index(least)
+
+
+def sample(
+    logits_RV: Array,
+    rows: dict[str, Array],
+    sampling: Sampling,
+    ops: Any,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Output:
     """The next token of each sampled row, and the logprobs that were asked for."""
-    xp, at = ops.xp, sampling.rows_R
+    xp, at, variant = ops.xp, sampling.rows_R, sampling.variant
     raw_RV = xp.astype(logits_RV, xp.float32)
-    logits_RV = raw_RV
-    if sampling.mask_RW is not None:
-        logits_RV = xp.where(unpack(sampling.mask_RW, raw_RV.shape[1], ops), raw_RV, NEVER)
     param = {name: rows["params"][at, i][:, None] for i, name in enumerate(PARAMS)}
     index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
-    if VARIANTS.index(sampling.variant) >= VARIANTS.index("edits"):
-        logits_RV = forbid_stops(logits_RV, rows, at, index_R, ops)
+    logits_RV = shape(raw_RV, rows, param, sampling, ops, processors)
     ids_R = ops.argmax(logits_RV)
-    if sampling.variant != "greedy":
+    if variant != "greedy":
         greedy_R1 = param["temperature"] == 0
         scaled_RV = logits_RV / xp.where(greedy_R1, 1.0, param["temperature"])
-        if sampling.variant != "sample":
+        if at_least(variant, "truncate"):
             scaled_RV = truncate(scaled_RV, param, ops)
         noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1])
         ids_R = xp.where(greedy_R1[:, 0], ids_R, ops.argmax(scaled_RV + noise_RV))
     return logprobs(raw_RV, ids_R, sampling, ops)
 
 
-def unpack(words_RW: Array, size: int, ops: Any) -> Array:
-    """bool [R, size] of int32 [R, W]: bit i % 32 of word i // 32 says whether id i is allowed."""
-    bits_RWB = (words_RW[:, :, None] >> ops.arange(32, like=words_RW)) & 1
-    return bits_RWB.reshape(words_RW.shape[0], -1)[:, :size] > 0
-
-
-def forbid_stops(logits_RV: Array, rows: dict[str, Array], at_R: Array, index_R: Array, ops: Any) -> Array:
-    """Until min_tokens are out, a row's stop ids cannot be sampled."""
-    xp = ops.xp
-    early_R1 = (index_R < rows["min_tokens"][at_R])[:, None]
-    ids_RM, row_R = rows["stop_ids"][at_R], ops.arange(at_R.shape[0], like=at_R)
-    # into a mask of its own: scatter consumes what it writes to, and the raw logits are still needed
-    early_RM = xp.where(early_R1, xp.ones_like(ids_RM), 0)
-    stop_RV = ops.scatter(xp.zeros_like(logits_RV, dtype=xp.int32), (row_R[:, None], ids_RM), early_RM)
-    return xp.where(stop_RV > 0, NEVER, logits_RV)
+def shape(
+    logits_RV: Array,
+    rows: dict[str, Array],
+    param: dict[str, Array],
+    sampling: Sampling,
+    ops: Any,
+    processors: Sequence[LogitsProcessor],
+) -> Array:
+    """The logits as everything before the temperature leaves them."""
+    at, variant = sampling.rows_R, sampling.variant
+    if sampling.mask_RW is not None:
+        logits_RV = ops.xp.where(unpack(sampling.mask_RW, logits_RV.shape[1], ops), logits_RV, NEVER)
+    if at_least(variant, "edits"):
+        logits_RV = logit_edits.edit(logits_RV, rows, at, ops)
+    if at_least(variant, "penalties"):
+        past = logit_edits.history(rows, at)
+        logits_RV = logit_edits.penalise(logits_RV, past, param, ops)
+        if at_least(variant, "processors"):
+            logits_RV = logit_edits.process(logits_RV, rows, at, past, processors, ops)
+    return logits_RV
 
 
 def truncate(logits_RV: Array, param: dict[str, Array], ops: Any) -> Array:

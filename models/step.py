@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from . import sampling as sampler
 from .interface import Array, CacheLayout, CacheState, ModelSpec, Output, Rope, Sampling, Step, StepInput, map_tree
+from .logit_edits import LogitsProcessor
 
 
 def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
@@ -118,11 +120,18 @@ def last_rows(x_TE: Array, inputs: StepInput, max_num_seqs: int, ops: Any) -> Ar
 
 
 def head(
-    weights: dict, rows: dict[str, Array], hidden_RE: Array, sampling: Sampling, *, ops: Any, model: ModelSpec
+    weights: dict,
+    rows: dict[str, Array],
+    hidden_RE: Array,
+    sampling: Sampling,
+    *,
+    ops: Any,
+    model: ModelSpec,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[Output, dict[str, Array]]:
     """Turns hidden rows into tokens and appends them to rows["tokens"], at num_computed."""
     logits_RV = model.unembed(weights, hidden_RE[sampling.hidden_R], ops)
-    output = sampler.sample(logits_RV, rows, sampling, ops)
+    output = sampler.sample(logits_RV, rows, sampling, ops, processors)
     at = (sampling.rows_R, rows["num_computed"][sampling.rows_R])
     return output, rows | {"tokens": ops.scatter(rows["tokens"], at, output.token_ids_R)}
 
@@ -130,6 +139,7 @@ def head(
 def set_rows(rows: dict[str, Array], at_A: Array, values: dict[str, Array], *, ops: Any) -> dict[str, Array]:
     """Admits requests: their known tokens, hit length and sampling parameters. Padding names the scratch row.
 
+    Columns that have no value stay as they are: edits are for the few requests that have some.
     A value may be narrower than its row (tokens of a short prompt): the rest of the row is not touched, and not read
     before it is written.
     """
@@ -140,7 +150,7 @@ def set_rows(rows: dict[str, Array], at_A: Array, values: dict[str, Array], *, o
         column_M = ops.arange(new.shape[1], like=at_A)
         return ops.scatter(old, (at_A[:, None], column_M[None]), new)
 
-    return {name: fill(old, values[name]) for name, old in rows.items()}
+    return {name: fill(old, values[name]) if name in values else old for name, old in rows.items()}
 
 
 def move_blocks(groups: tuple, source: tuple[Array, ...], target: tuple[Array, ...], *, ops: Any) -> tuple:

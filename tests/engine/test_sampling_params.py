@@ -13,7 +13,8 @@ import pytest
 
 from octavo.engine.checks import UnknownArgumentError
 from octavo.engine.sampling_params import NotYet, SamplingParams, request_key
-from octavo.models.sampling import MAX_STOP_IDS, PARAMS
+from octavo.models.logit_edits import MAX_STOP_IDS
+from octavo.models.sampling import PARAMS
 
 
 def test_defaults_are_those_of_vllm():
@@ -43,7 +44,11 @@ WRONG = [
     ("skip_reading_prefix_cache", [1]),
     ("presence_penalty", [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.1, 2.1]),
-    ("repetition_penalty", [0, -1, math.inf, math.nan]),
+    ("repetition_penalty", [0, -1, math.inf, math.nan, 1e-9]),
+    ("logit_bias", [3, [1], {-1: 1.0}, {1.5: 1.0}, {"x": 1.0}, {1: math.inf}, {1: math.nan}, {1: "1"}, {1: 1, "1": 2}]),
+    ("allowed_token_ids", [[], [-1], ["a"], 7, "7"]),
+    ("bad_words", ["word", [""], [3], 7]),
+    ("extra_args", [3, [1], {"a": 1}, {"a": {"b": "c"}}, {"a": {"b": math.nan}}, {"a": {"b": True}}]),
 ]
 
 
@@ -51,8 +56,10 @@ WRONG = [
 def test_a_wrong_value_is_refused_by_name_and_value(name, value):
     with pytest.raises(ValueError, match=name) as error:
         SamplingParams(**{name: value})
-    shown = value[-1] if isinstance(value, list) else value
-    assert repr(shown) in str(error.value) or repr(value) in str(error.value)
+    shown = value[-1] if value and isinstance(value, list) else value
+    parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else []
+    parts += [part for inner in parts if isinstance(inner, dict) for part in inner.values()]
+    assert any(repr(part) in str(error.value) for part in (shown, value, *parts))
 
 
 RIGHT = [
@@ -125,17 +132,10 @@ def test_an_unknown_name_is_a_type_error_and_a_value_error():
 
 
 LATER = {
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.1,
-    "bad_words": ["x"],
     "prompt_logprobs": 0,
     "logprob_token_ids": [1],
     "flat_logprobs": True,
     "structured_outputs": {"json": "{}"},
-    "logit_bias": {1: 2.0},
-    "allowed_token_ids": [1],
-    "extra_args": {"a": 1},
     "thinking_token_budget": 5,
     "repetition_detection": {"min_count": 2},
     "watermarking": {},
@@ -165,12 +165,18 @@ def test_the_variant_is_the_smallest_head_that_serves():
     assert SamplingParams().variant == "sample"
     for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(**cut).variant == "truncate"
-    assert SamplingParams(temperature=0, min_tokens=1).variant == "edits"
+    for edit in ({"min_tokens": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}, {"bad_words": ["a"]}):
+        assert SamplingParams(temperature=0, **edit).variant == "edits"
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        assert SamplingParams(min_tokens=1, **{name: 0.5}).variant == "penalties"
+    assert SamplingParams(extra_args={"mine": {}}, presence_penalty=1).variant == "processors"
 
 
 def test_the_row_follows_the_sampler():
-    p = SamplingParams(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25)
-    assert dict(zip(PARAMS, p.row())) == {"temperature": 0.5, "top_k": 3.0, "top_p": 0.75, "min_p": 0.25}
+    asked = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
+    asked |= {"frequency_penalty": -1, "presence_penalty": 2}
+    p = SamplingParams(**asked)
+    assert dict(zip(PARAMS, p.row(), strict=True)) == asked
     assert all(isinstance(x, float) for x in p.row())
 
 

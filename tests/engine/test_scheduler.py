@@ -331,7 +331,7 @@ def test_add_reads_the_head_off_the_parameters():
     plan = planned(s)
     assert (plan.variant, plan.num_logprobs) == ("edits", 4)
     (a,) = plan.admitted
-    assert (a.params, a.min_tokens, a.stop_ids, a.prompt_len) == ((0.5, 3.0, 1.0, 0.0), 2, (1, 7, 9), 2)
+    assert (a.params, a.min_tokens, a.stop_ids, a.prompt_len) == ((0.5, 3.0, 1.0, 0.0, 1.0, 0.0, 0.0), 2, (1, 7, 9), 2)
 
 
 def test_min_tokens_without_stop_ids_forbids_nothing():

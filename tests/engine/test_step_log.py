@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from octavo.engine.plan import Admission, Chunk, Plan, Reason, TableWrite, Transfer
+from octavo.engine.plan import Admission, Chunk, Edits, Plan, Reason, TableWrite, Transfer
 from octavo.engine.step_log import Entry, StepLog, from_json, read_log, to_json
 
 PLANS = [
@@ -17,6 +17,8 @@ PLANS = [
         (
             Admission(3, (1, 2, 3), 2, 3, (-(2**31), 2**31 - 1), (0.1, 40.0, 0.95, 1e-45)),
             Admission(1, (9,), 0, 1, (0, 1), (0.0, 0.0, 1.0, 0.0), 4, (2, 11)),
+            Admission(2, (9,), 0, 1, (0, 1), (0.0,), edits=Edits((1, 5), ((3, -0.1),), ((4,), (5, 6)), ((0, 1.0),))),
+            Admission(0, (9,), 0, 1, (0, 1), (0.0,), 1, (3,), Edits(bad_words=((1, 2),))),
         ),
         (TableWrite(0, 3, 0, (5, 6)), TableWrite(1, 0, 2, (0,))),
         (Transfer(1, 4, 6),),

@@ -136,6 +136,27 @@ def test_scatter_with_indices_and_slices(name):
 
 
 @each_backend
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+@pytest.mark.parametrize("width, used", [(7, None), (300, 150), (2500, None), (2500, 0), (2500, 1025), (2500, 2500)])
+def test_tally_sums_values_by_id(name, kind, width, used):
+    ids = rng(width).integers(-3, 60, (5, width)).astype(np.int32)
+    values = rng(1).integers(-9, 9, (5, width)).astype(kind)
+    ids[:, 4:6] = -(2**31), 2**31 - 1
+    if used is not None:
+        ids[:, used:] = -1
+    want = np.zeros((5, 55))
+    for r, m in np.ndindex(ids.shape):
+        if 0 <= ids[r, m] < 55:
+            want[r, ids[r, m]] += values[r, m]
+    # what counts nowhere may be anything
+    if kind is np.float32:
+        values[(ids < 0) | (ids >= 55)] = np.nan
+    bound = None if used is None else put(name, np.array(used, np.int32))
+    got = get(name, backend_of(name).ops.tally(put(name, ids), put(name, values), 55, bound))
+    assert got.dtype == kind and (got == want).all()
+
+
+@each_backend
 def test_arange_takes_dtype_from_like(name):
     out = get(name, backend_of(name).ops.arange(5, like=put(name, np.zeros(2, np.int32))))
     assert out.dtype == np.int32

@@ -9,13 +9,15 @@ import pytest
 from backends import BACKENDS
 
 from octavo.engine.backend import get_backend
-from octavo.engine.batch import pack_bits
+from octavo.engine.batch import edit_columns, pack_bits
 from octavo.engine.sampling_params import request_key
 from octavo.models import sampling as sampler
 from octavo.models.interface import ArraySpec, Output, Sampling, map_tree
+from octavo.models.logit_edits import MAX_STOP_IDS
 
 V = 101
 NEVER = float("-inf")
+NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -53,10 +55,10 @@ def _place(backend, x):
     return backend.place(x.astype(kind), ArraySpec(x.shape, (None,) * x.ndim, kind))
 
 
-def _rows(num_rows, *, index=0, seed=0, min_tokens=0, stop_ids=(0,), **params):
+def _rows(num_rows, *, size=V, index=0, seed=0, min_tokens=0, stop_ids=(0,), **params):
     """Rows of one request each: prompts of 3 tokens, `index` tokens already out. A param is a number or one a row."""
-    params = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
-    stops = (*stop_ids, *stop_ids[:1] * (sampler.MAX_STOP_IDS - len(stop_ids)))
+    params = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | NO_PENALTIES | params
+    stops = (*stop_ids, *stop_ids[:1] * (MAX_STOP_IDS - len(stop_ids)))
     return {
         "num_computed": np.full(num_rows, 3) + index,
         "prompt_len": np.full(num_rows, 3),
@@ -64,6 +66,10 @@ def _rows(num_rows, *, index=0, seed=0, min_tokens=0, stop_ids=(0,), **params):
         "params": np.stack([np.broadcast_to(params[name], num_rows) for name in sampler.PARAMS], -1).astype(float),
         "min_tokens": np.broadcast_to(min_tokens, num_rows),
         "stop_ids": np.tile(stops, (num_rows, 1)),
+        "tokens": np.full((num_rows, 9), 1),
+        "edited": np.zeros(num_rows),
+        # wide: only where a test may need them
+        **(edit_columns([], num_rows, size) if num_rows < 1000 else {}),
     }
 
 
