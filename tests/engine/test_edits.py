@@ -137,11 +137,11 @@ def test_a_processor_serves_those_that_select_it(backend: str, caplog: pytest.Lo
 @pytest.mark.skipif("jax" not in BACKENDS, reason="torch compiles nothing")
 def test_mixing_parameters_compiles_nothing_after_warm_up() -> None:
     llm = engine(backend="jax", warmup="all", logits_processors=[REVERSE], max_model_len=32, max_num_batched_tokens=16,
-                 max_logprobs=1, num_gpu_blocks_override=20)  # fmt: skip
+                 max_logprobs=0, num_gpu_blocks_override=20)  # fmt: skip
     before = llm.backend.num_compiles()
     rng = np.random.default_rng(0)
     asked = [
-        {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5, "logprobs": 1}, {"presence_penalty": -1.0},
+        {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5, "logprobs": 0}, {"presence_penalty": -1.0},
         {"logit_bias": {3: 4.0}}, {"allowed_token_ids": [1, 2, 3]}, {"min_tokens": 3, "stop_token_ids": [5]},
         {"extra_args": {"reverse": {"how": 0.2}}}, {}, {"top_k": 4},
     ]  # fmt: skip
@@ -161,11 +161,8 @@ def test_a_row_that_had_edits_is_clean_for_the_next(backend: str) -> None:
     edits = {"allowed_token_ids": [3, 4], "logit_bias": {4: 5.0}, "repetition_penalty": 9.0}
     tokens(llm, PROMPTS[:4], replace(RANDOM, **edits))
     # beside one that has some, so that the head looks
-    mixed = tokens(
-        llm,
-        [PROMPTS[0], *PROMPTS],
-        [replace(GREEDY, logit_bias={5: 1.0}, presence_penalty=1.0)] + [GREEDY] * len(PROMPTS),
-    )
+    edited = replace(GREEDY, logit_bias={5: 1.0}, presence_penalty=1.0, max_tokens=60)
+    mixed = tokens(llm, [PROMPTS[0], *PROMPTS[:5]], [edited] + [GREEDY] * 5)
     assert mixed[1:] == want
 
 
