@@ -26,7 +26,7 @@ HINTS = {
     "best_of": "it is gone; use n",
     "use_beam_search": "it is gone; use LLM.beam_search",
     "guided_decoding": "it is called structured_outputs now",
-    "logits_processors": "processors for one request are not supported",
+    "logits_processors": "give them to LLM(logits_processors=...) and select them by extra_args",
 }
 
 
