@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..models.logprobs import MODES
 from . import checks
 from .loading.checkpoint import LOAD_FORMATS
 from .logits_processors import checked_processors
@@ -252,6 +253,14 @@ WORKING = (
         checked_processors,
     ),
     Argument(
+        "logprobs_mode",
+        "str",
+        "raw_logprobs",
+        "raw_logprobs (before everything, a grammar too), processed_logprobs (of the distribution sampled from), "
+        "raw_logits or processed_logits",
+        choices(*MODES),
+    ),
+    Argument(
         "disable_log_stats",
         "bool",
         True,
@@ -323,7 +332,6 @@ LATER = (
     Later("compilation_config", None, "compile levels", ({},)),
     Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
     Later("scheduler_cls", None, "a scheduler of one's own"),
-    Later("logprobs_mode", "raw_logprobs", "processed logprobs and logits"),
     Later("structured_outputs_config", None, "structured output"),
     Later("guided_decoding_backend", None, "structured output", ("auto",)),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),

@@ -15,16 +15,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernels_pallas.ops import JaxOps
-from ..models.interface import ArraySpec, AttentionSpec, CacheState, Output, Rope, Sampling, Step, StepInput, map_tree
+from ..models.interface import (
+    ArraySpec,
+    AttentionSpec,
+    CacheState,
+    Output,
+    Reading,
+    Rope,
+    Sampling,
+    Step,
+    StepInput,
+    map_tree,
+)
 from ..sharding.rules import ShardingRules
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
     StepInput: ("num_tokens", "decode", "taps"),
-    Sampling: ("variant", "num_logprobs", "digest"),
+    Sampling: ("variant", "num_logprobs", "digest", "logprobs_mode"),
+    Reading: ("num_logprobs", "logprobs_mode"),
     Step: ("decode",),
 }
-for _cls in (StepInput, Sampling, CacheState, Output, Rope, Step):
+for _cls in (StepInput, Sampling, Reading, CacheState, Output, Rope, Step):
     _static = STATIC.get(_cls, ())
     _names = [f.name for f in dataclasses.fields(_cls) if f.name not in _static]
     jax.tree_util.register_dataclass(_cls, _names, list(_static))

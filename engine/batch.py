@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from ..models.interface import Sampling, StepInput
+from ..models.interface import Reading, Sampling, StepInput
 from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
 from ..models.sampling import PARAMS
 from .plan import Admission, Edits, Plan, Transfer
@@ -17,6 +17,8 @@ from .plan import Admission, Edits, Plan, Transfer
 # rows of a decode graph: a row too many costs least where there are many
 SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
 STEP, LARGE = 128, 64  # tokens between the sizes of a mixed step, as a graph and beyond
+READ_TILE = 64  # hidden rows whose logprobs are read at a time
+MAX_TOKEN_IDS = 128  # ids a request can ask the logprobs of by name
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Shapes:
     known: tuple[int, ...]  # tokens a row of set_rows brings
     moved: tuple[int, ...]  # blocks of move_blocks
     logprobs: tuple[int, ...]  # -1 none, 0 the sampled one, then how many of the top
+    token_ids: tuple[int, ...]  # ids a row whose logprobs are asked for by name
+    read: tuple[int]  # hidden rows that are read at a time: one size, so that memory is bounded
 
     @staticmethod
     def chain(
@@ -69,6 +73,8 @@ class Shapes:
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
+            token_ids=powers(4, MAX_TOKEN_IDS, 8),
+            read=(min(READ_TILE, budget),),
         )
 
 
@@ -125,7 +131,49 @@ def read_places(plan: Plan) -> list[slice]:
     return [slice(at + r.start, at + r.stop) for at, r in zip(first, plan.reads, strict=True)]
 
 
-def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask: np.ndarray | None = None) -> Sampling:
+def reading_inputs(plan: Plan, shapes: Shapes, mode: str) -> list[Reading]:
+    """Tiles of all hidden rows of a step behind which logprobs are read."""
+    reads = [(read, at) for read, at in zip(plan.reads, read_places(plan), strict=True) if read.targets]
+    places = [i for _, at in reads for i in range(at.start, at.stop)]
+    targets = [i for read, _ in reads for i in read.targets]
+    ids = [i for read, _ in reads for i in read.token_ids or ((),) * len(read.targets)]
+    (size,) = shapes.read
+    num = at_least(shapes.logprobs, max((read.num_logprobs for read, _ in reads), default=0))
+    tiles = []
+    for start in range(0, len(places), size):
+        own = slice(start, start + size)
+        given = token_ids_input(ids[own] if any(ids) else (), size, shapes)
+        tiles.append(Reading(padded(places[own], size, 0), padded(targets[own], size, 0), num, mode, given))
+    return tiles
+
+
+def token_ids_input(ids: Sequence[Sequence[int]], size: int, shapes: Shapes) -> np.ndarray | None:
+    """Ids of the first rows as int32 [size, N]; None if there are none at all."""
+    longest = max(map(len, ids), default=0)
+    if not longest:
+        return None
+    out = np.zeros((size, at_least(shapes.token_ids, longest)), np.int32)
+    for row, given in zip(out, ids):
+        row[: len(given)] = given
+    return out
+
+
+def split_reads(plan: Plan, tiles: Sequence[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+    """What the tiles of reading_inputs brought, joined, for each of a plan's reads; nothing for one without targets."""
+    whole = {name: np.concatenate([tile[name] for tile in tiles]) for name in (tiles[0] if tiles else ())}
+    ends = [0, *accumulate(len(read.targets) for read in plan.reads)]
+    each = pairwise(ends)
+    return [{name: x[start:end] for name, x in whole.items()} if end > start else {} for start, end in each]
+
+
+def sampling_input(
+    plan: Plan,
+    shapes: Shapes,
+    scratch: int,
+    digest: bool,
+    mask: np.ndarray | None = None,
+    logprobs_mode: str = "raw_logprobs",
+) -> Sampling:
     """Which hidden rows the head samples. `mask` has one row a sampled chunk, as pack_bits makes it."""
     at = [i for i, c in enumerate(plan.chunks) if c.samples]
     size = at_least(shapes.sampled, len(at))
@@ -139,6 +187,8 @@ def sampling_input(plan: Plan, shapes: Shapes, scratch: int, digest: bool, mask:
         at_least(shapes.logprobs, plan.num_logprobs),
         digest,
         mask,
+        logprobs_mode,
+        token_ids_input(plan.token_ids, size, shapes),
     )
 
 

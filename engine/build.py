@@ -76,6 +76,7 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
         shapes=_shapes(config, plan, model, backend),
         digest=config.step_log is not None,
         processors=config.logits_processors,
+        logprobs_mode=config.logprobs_mode,
     )
     if config.warmup == "all":
         log.info("compiled %d programs", runner.warm_up())

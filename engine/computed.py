@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from .output_processor import Member
 from .prompts import Prompt, salt_of, token_ids_of
+from .read_head import ReadResult
 from .reads import Wanted
 from .request import Request
-from .runner import ReadResult
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:

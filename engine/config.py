@@ -67,6 +67,7 @@ class EngineConfig:
     stream_interval: int
     max_logprobs: int
     logits_processors: tuple[LogitsProcessor, ...]
+    logprobs_mode: str
     disable_log_stats: bool
     step_log: str | None
     given: frozenset[str] = frozenset()

@@ -27,6 +27,7 @@ class Draft:
     preempted: bool = False
     variant: int = 0
     num_logprobs: int = -1
+    token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose logprobs are wanted, by request id
 
     def computed_before(self, r: Request) -> int:
         """Tokens of a request that earlier steps have computed."""
@@ -44,6 +45,7 @@ class Draft:
             self.num_logprobs,
             (*events, *self.reasons),
             tuple(self.reads),
+            tuple(self.token_ids.get(c.request_id, ()) for c in self.chunks if c.samples) if self.token_ids else (),
             tuple(self.ended),
         )
 

@@ -16,6 +16,7 @@ from .build import build
 from .checks import integer, sequence
 from .config import engine_config
 from .edits import edits_of
+from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric
 from .output_processor import Family, OutputProcessor
@@ -61,7 +62,7 @@ class LLM:
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
-        self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval)
+        self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.unread: Pending | None = None
@@ -264,9 +265,10 @@ class LLM:
     def _absorb(self, pending: Pending) -> list[Request]:
         """Takes in what a step sampled and read. Returns the requests that got a token, or end as computed only."""
         result = pending.result()
-        for request, read in zip(readers(self.scheduler, pending.plan), result.reads, strict=True):
+        plan = pending.plan
+        for request, read, found in zip(readers(self.scheduler, plan), plan.reads, result.reads, strict=True):
             if request:
-                self.processor.push_read(request, read)
+                self.processor.push_read(request, read, found)
         touched = self.scheduler.update(pending.plan, result.token_ids)
         if self.step_log:
             self.step_log.append(pending.plan, result.token_ids, result.digests)
@@ -309,12 +311,14 @@ class LLM:
         edits = edits_of(params, self.model.vocab_size, self.tokenizer, self.runner.processors)
         salt = salt_of(prompt, cache_salt)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
-        family: list[Request] = []
+        # what is read of the prompt is read once
+        wanted, others, family = wanted_of(params, ids), sibling_params(params), []
         for i in range(params.n):
             name = request_id if params.n == 1 else f"{i}_{request_id}"
             request = Request(
                 name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i, edits=edits
             )
+            request.wanted, wanted, params = wanted, None, others
             request.first, request.arrival_time = family[0] if family else None, arrived
             family.append(request)
         self.processor.check_free(request_id, family)

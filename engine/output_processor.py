@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .detokenizer import TextStream
-from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprobs_of
+from .logprobs import container, entry_of, prompt_entries
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .plan import Read
 from .prompts import Prompt, text_of
+from .read_head import ReadResult
 from .request import Request
-from .runner import ReadResult, StepResult
+from .runner import StepResult
 from .sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 
@@ -21,8 +25,8 @@ class Member:
 
     request: Request
     stream: TextStream | None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
+    logprobs: Any  # a list of entries, or FlatLogprobs
+    cumulative_logprob: float | None = 0.0
     reads: list[ReadResult] = field(default_factory=list)  # in the order of places
     num_told: int = 0  # tokens that outputs have told of
     told_end: bool = False
@@ -38,6 +42,8 @@ class Family:
     queued: bool  # by add_request: LLM.step returns its outputs
     arrival_time: float  # of time.time()
     first_token_time: float | None = None
+    prompt_logprobs: Any = None  # entries so far, if they were asked for
+    told_prompt: bool = False
 
     @property
     def finished(self) -> bool:
@@ -51,8 +57,10 @@ class Family:
 class OutputProcessor:
     """Knows every request that has been added and not yet given back as finished."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1, logprobs_mode: str = "raw_logprobs"):
         self.tokenizer, self.stream_interval = tokenizer, stream_interval
+        # logits have no sum of any meaning
+        self.no_sum: float | None = None if logprobs_mode.endswith("logits") else 0.0
         self.families: dict[str, Family] = {}
         self.home: dict[str, tuple[Family, Member]] = {}
 
@@ -62,9 +70,14 @@ class OutputProcessor:
     def add(self, family_id: str, requests: Sequence[Request], prompt: Prompt, queued: bool) -> Family:
         """Takes in the n requests of one prompt."""
         self.check_free(family_id, requests)
-        members = [Member(r, self._stream(r)) for r in requests]
+        params = requests[0].params
+        members = [Member(r, self._stream(r), container(params.flat_logprobs), self.no_sum) for r in requests]
         arrived = time.time() - (time.perf_counter() - requests[0].arrival_time)
         family = Family(family_id, text_of(prompt), members, queued, arrived)
+        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+            family.prompt_logprobs = container(params.flat_logprobs)
+            for _ in range((params.prompt_logprob_start or 0) + 1):
+                family.prompt_logprobs.append(None)
         self.families[family_id] = family
         for m in members:
             self.home[m.request.id] = (family, m)
@@ -86,16 +99,21 @@ class OutputProcessor:
         family = self.families.get(family_id)
         return [m.request for m in family.members] if family else []
 
-    def push_read(self, request: Request, read: ReadResult) -> None:
+    def push_read(self, request: Request, read: Read, found: ReadResult) -> None:
         """Takes in the next part of what a request wants read of its prompt."""
-        self.home[request.id][1].reads.append(read)
+        family, member = self.home[request.id]
+        if family.prompt_logprobs is not None:
+            for entry in prompt_entries(request, read, found, self.tokenizer):
+                family.prompt_logprobs.append(entry)
+        if read.hidden or not request.samples:
+            member.reads.append(found)
 
     def push(self, request: Request, result: StepResult, at: int) -> str | None:
         """Takes in the token that a step sampled for a request. Returns the stop string that it completed."""
         family, member = self.home[request.id]
         if family.first_token_time is None:
             family.first_token_time = family.now()
-        if request.params.logprobs is not None:
+        if request.num_logprobs >= 0:
             self._push_logprob(member, result, at)
         stream = member.stream
         if stream is None:
@@ -106,26 +124,14 @@ class OutputProcessor:
         return stream.stop
 
     def _push_logprob(self, member: Member, result: StepResult, at: int) -> None:
-        assert result.logprobs is not None and result.ranks is not None
-        token, count = result.token_ids[at], member.request.params.num_logprobs
-        top_ids, top_logprobs = [], []
-        if count:
-            assert result.top_ids is not None and result.top_logprobs is not None
-            top_ids, top_logprobs = result.top_ids[at, :count].tolist(), result.top_logprobs[at, :count].tolist()
-        logprob = float(result.logprobs[at])
-        member.cumulative_logprob += logprob
-        before = member.request.tokens[-5:-1]
-        member.logprobs.append(
-            logprobs_of(
-                token,
-                logprob,
-                int(result.ranks[at]),
-                top_ids,
-                top_logprobs,
-                tokenizer=self.tokenizer,
-                context_ids=before,
-            )
-        )
+        params, tokens = member.request.params, member.request.tokens
+        entry = entry_of(
+            result, at, tokens[-1], params.num_logprobs, params.logprob_token_ids or (),
+            tokenizer=self.tokenizer, context_ids=tokens[-5:-1],
+        )  # fmt: skip
+        if member.cumulative_logprob is not None:
+            member.cumulative_logprob += entry[tokens[-1]].logprob
+        member.logprobs.append(entry)
 
     def finish(self, request: Request) -> None:
         """Makes the text of an ended request final."""
@@ -163,9 +169,15 @@ class OutputProcessor:
             prompt_token_ids=first.prompt,
             outputs=[_completion(m) for m in family.members] if completions is None else completions,
             finished=family.finished,
+            prompt_logprobs=self._prompt_logprobs(family, completions is not None),
             num_cached_tokens=first.num_cached or 0,
             metrics=_metrics(family),
         )
+
+    def _prompt_logprobs(self, family: Family, delta: bool) -> Any:
+        """Those so far; of deltas only the first, which comes behind the prompt, has them."""
+        told, family.told_prompt = family.told_prompt, True
+        return None if family.prompt_logprobs is None or (delta and told) else family.prompt_logprobs[:]
 
     def drop(self, family_id: str) -> None:
         """Forgets a family; nothing happens if it is not known."""
@@ -192,7 +204,7 @@ def _metrics(family: Family) -> RequestMetrics:
 
 def _completion(m: Member, start: int = 0, text: str | None = None) -> CompletionOutput:
     """What a sample has so far, from its start-th token on; `text` of these, if that is not all."""
-    r, wanted = m.request, m.request.params.logprobs is not None
+    r, wanted = m.request, m.request.num_logprobs >= 0
     return CompletionOutput(
         index=r.index,
         text=text if text is not None else m.stream.text if m.stream else "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's place in the raw distribution: natural logarithm, rank from 1, and what it says where it stands."""
+    """A token's place in the distribution: natural logarithm (or logit, by logprobs_mode), rank from 1, and what it
+    says where it stands: "" inside of a character, all of it at its end. `Tokenizer.token_bytes` has its exact bytes.
+    """
 
     logprob: float
     rank: int
@@ -72,7 +74,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -100,7 +102,7 @@ class RequestOutput:
     prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # one a token; None where none was asked for
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None: not admitted yet
     lora_request: Any = None
@@ -127,11 +129,12 @@ def logprobs_of(
     rank: int,
     top_ids: Sequence[int],
     top_logprobs: Sequence[float],
+    given: Iterable[tuple[int, float, int]] = (),
     *,
     tokenizer: Tokenizer | None,
     context_ids: Sequence[int],
 ) -> dict[int, Logprob]:
-    """Returns the entry of one output position: the sampled token, then the top ones, most likely first.
+    """Returns the entry of one position: the token there, the top ones, most likely first, and those in `given`.
 
     `top_logprobs` fall, so the rank of one is how many are at least as large. `context_ids` are the tokens before this
     one, at least 4 if there are so many: of some characters a token is only a part.
@@ -143,6 +146,9 @@ def logprobs_of(
     entry = {token_id: Logprob(logprob, rank, text(token_id))}
     for i, value, place in zip(top_ids, top_logprobs, _ranks(top_logprobs), strict=True):
         if i != token_id:
+            entry[i] = Logprob(value, place, text(i))
+    for i, value, place in given:
+        if i not in entry:
             entry[i] = Logprob(value, place, text(i))
     return entry
 

@@ -111,6 +111,7 @@ class Plan:
     num_logprobs: int = -1  # the largest that a sampled row asks for; -1: none
     reasons: tuple[tuple[str, Reason], ...] = ()  # by request id; of events since the last plan, then of this one
     reads: tuple[Read, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()  # a sampled chunk: ids whose logprobs it wants; empty: nobody does
     ended: tuple[str, ...] = ()  # ids of computed-only requests whose last chunk this is
 
     @property

@@ -51,7 +51,7 @@ class Wanted:
 def plan_reads(r: Request, start: int, draft: Draft) -> None:
     """Adds what is read of the newest chunk, which computes a request's tokens from start to r.computed - 1."""
     if r.wanted:
-        low, high = max(start, r.num_read), min(r.computed, r.wanted.stop)
+        low, high = max(start, r.first_unread), min(r.computed, r.wanted.stop)
         if low < high:
             draft.reads.append(r.wanted.part(len(draft.chunks) - 1, low, high))
             r.num_read = high

@@ -52,7 +52,7 @@ class Request:
     computed: int = 0
     in_flight: int = 0
     row: int | None = None  # None: not running
-    num_read: int = 0  # the first place that is wanted and not in any plan yet
+    num_read: int = 0  # places below it are in a plan, as far as they are wanted
     complete: bool = False  # computed only, and its last chunk is in a plan
     first_step: int = 0  # the first plan that can hold it
     blocks: list[list[int]] = field(default_factory=list)  # one block table a cache group
@@ -65,10 +65,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
-        if self.wanted:
-            self.num_read = self.num_read or self.wanted.start
-            if self.wanted.stop > len(self.prompt):
-                raise ValueError(f"place {self.wanted.stop - 1} is wanted of a prompt of {len(self.prompt)} tokens")
 
     @property
     def output(self) -> list[int]:
@@ -92,5 +88,10 @@ class Request:
     @property
     def most_hit(self) -> int:
         """How many of its first tokens need not be computed if they are in the cache."""
-        unread = self.wanted is not None and self.num_read < self.wanted.stop
-        return min(self.num_read, len(self.tokens) - 1) if unread else len(self.tokens) - 1
+        last = len(self.tokens) - 1
+        return last if self.wanted is None or self.num_read == self.wanted.stop else min(self.first_unread, last)
+
+    @property
+    def first_unread(self) -> int:
+        """The first place that is wanted and not in any plan yet."""
+        return max(self.num_read, self.wanted.start if self.wanted else 0)

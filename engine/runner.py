@@ -30,13 +30,13 @@ from .batch import (
     edit_values,
     move_input,
     padded,
-    read_places,
     row_values,
     sampling_input,
     step_input,
 )
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
+from .read_head import ReadHead, ReadResult, Reads
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,6 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class ReadResult:
-    """What one of a plan's reads brought, on the host, one row a place."""
-
-    hidden: dict[str, np.ndarray]  # [places, E], by name
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What a step sampled, on the host; one entry a sampled chunk. Logprobs are there if the plan asked for them.
 
@@ -72,22 +65,25 @@ class StepResult:
     top_ids: np.ndarray | None = None  # [R, N]
     top_logprobs: np.ndarray | None = None
     digests: list[int] | None = None
+    id_logprobs: np.ndarray | None = None  # [R, N], of the ids that were asked for by name
+    id_ranks: np.ndarray | None = None
     reads: list[ReadResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A launched step whose result has not been read. `hidden` are the rows that the plan's reads want."""
+    """A launched step whose result has not been read."""
 
     plan: Plan
     output: Output | None
     backend: Backend
-    hidden: dict[str, Array] = field(default_factory=dict)
+    reads: Reads | None = None
 
     def result(self) -> StepResult:
         """Waits for the step and reads it."""
+        reads = self.reads.result(self.plan, self.backend) if self.reads else []
         if self.output is None:
-            return StepResult([], reads=self._reads())
+            return StepResult([], reads=reads)
         count, o = len(self.plan.sampled), self.output
 
         def read(x: Array | None) -> Any:
@@ -101,12 +97,10 @@ class Pending:
             read(o.top_ids_RN),
             read(o.top_logprobs_RN),
             None if digests is None else digests.tolist(),
-            self._reads(),
+            read(o.id_logprobs_RN),
+            read(o.id_ranks_RN),
+            reads,
         )
-
-    def _reads(self) -> list[ReadResult]:
-        rows, each = self.backend.read_tree(self.hidden), zip(self.plan.reads, read_places(self.plan), strict=True)
-        return [ReadResult({name: rows[name][at] for name in read.hidden}) for read, at in each]
 
 
 def cache_specs(
@@ -141,8 +135,10 @@ class Runner:
         shapes: Shapes,
         digest: bool = False,
         processors: Sequence[LogitsProcessor] = (),
+        logprobs_mode: str = "raw_logprobs",
     ):
         self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
+        self.logprobs_mode = logprobs_mode
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
         for name, specs in (
@@ -163,6 +159,7 @@ class Runner:
         self.head = compile(head, *HEAD)
         self.processors, self.num_late_processors = tuple(processors), 0
         self.head_with_processors = self._compile_processors()
+        self.read_head = ReadHead(backend, model, shapes, logprobs_mode)
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
         self.reset()
@@ -209,17 +206,19 @@ class Runner:
 
     def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
         """Samples. Apart from the forward, so that a grammar mask (as sampling_input's) delays this half alone."""
-        wanted = {name: hidden.rows[name] for read in plan.reads for name in read.hidden}
-        output = self._sample(plan, hidden.last_RE, mask) if plan.sampled else None
-        for x in [*(vars(output).values() if output else ()), *wanted.values()]:
-            if x is not None:
-                self.backend.prefetch(x)
-        return Pending(plan, output, self.backend, wanted)
+        output, reads = self._sample(plan, hidden.last_RE, mask) if plan.sampled else None, None
+        if plan.reads:
+            reads, rows = self.read_head.launch(plan, self.weights, self.cache.rows, hidden.rows)
+            self.cache = step.with_rows(self.cache, rows)
+        return Pending(plan, output, self.backend, reads)
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
-        sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask)
+        sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
         output, rows = self._head(plan.variant)(self.weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
+        for x in vars(output).values():
+            if x is not None:
+                self.backend.prefetch(x)
         return output
 
     def _head(self, variant: str) -> Any:
@@ -249,8 +248,8 @@ class Runner:
     def warm_up(self) -> int:
         """Compiles every program of the chains, several at a time. Returns how many.
 
-        Left out, and compiled when first asked for: logprobs over the whole vocabulary, and taps. All rows of the last
-        layer come out of every mixed step.
+        Left out, and compiled when first asked for: logprobs over the whole vocabulary or of ids by name, and taps. All
+        rows of the last layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
         self.backend.precompile(self._calls())
@@ -276,8 +275,11 @@ class Runner:
         for n in shapes.sampled:
             for variant in VARIANTS if self.processors else VARIANTS[:-1]:
                 for k in shapes.logprobs[:-1]:
-                    sampling = Sampling(padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest)
+                    sampling = Sampling(
+                        padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest, None, self.logprobs_mode
+                    )
                     yield self._head(variant), (self.weights, self.cache.rows, hidden, sampling)
+        yield from self.read_head.calls(self.weights, self.cache.rows)
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
         tables = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables)

@@ -14,6 +14,7 @@ from ..models.logit_edits import MAX_STOP_IDS
 from ..models.sampling import PARAMS
 from .checks import check_names, choice, flag, integer, number, sequence
 from .edits import checked_edits
+from .logprob_params import checked_logprobs, resolved_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ class RequestOutputKind(Enum):
 class NotYet:
     """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    flat_logprobs: bool = False
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
@@ -83,6 +81,11 @@ class SamplingParams(NotYet):
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many of the most likely beside the sampled one; -1: the whole vocabulary
+    logprob_token_ids: Sequence[int] | None = None  # ids whose logprobs come too; at most 128
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    prompt_logprob_start: int | None = None  # from the token behind this place on
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None  # a list of ids for each of these
+    flat_logprobs: bool = False  # FlatLogprobs in place of lists of dicts
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -91,7 +94,8 @@ class SamplingParams(NotYet):
     truncation_side: str = "left"  # where a prompt is cut: left keeps its end, right its beginning
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # tokens from one output to the next; None: the engine's
-    skip_reading_prefix_cache: bool = False  # compute the whole prompt; what is computed may still be reused
+    # compute the whole prompt; what is computed may still be reused. None: with logprobs of the whole prompt
+    skip_reading_prefix_cache: bool | None = None
 
     def __new__(cls, **names: Any) -> SamplingParams:
         check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
@@ -102,6 +106,7 @@ class SamplingParams(NotYet):
         self._set(
             **_stopping(self), **_randomness(self), **checked_edits(self), **_returning(self), **_prompt_length(self)
         )
+        self._set(**checked_logprobs(self))
         if self.temperature == 0:
             self._set(top_p=1.0, top_k=0, min_p=0.0)
             if self.n > 1:
@@ -133,9 +138,11 @@ class SamplingParams(NotYet):
     @property
     def num_logprobs(self) -> int:
         """How many top logprobs the device returns; -1: none. Only a resolved value can mean the whole vocabulary."""
+        if self.logprobs is None:
+            return 0 if self.logprob_token_ids else -1
         if self.logprobs == -1:
             raise ValueError("logprobs -1 is the whole vocabulary, whose size only resolve() knows")
-        return -1 if self.logprobs is None else self.logprobs
+        return self.logprobs
 
     def row(self) -> tuple[float, ...]:
         """What the device keeps of it, in the order of sampling.PARAMS."""
@@ -160,16 +167,10 @@ class SamplingParams(NotYet):
             raise ValueError(f"min_tokens can hold back {MAX_STOP_IDS} stop ids, end-of-text included, not {count}")
         if self.stop and not has_tokenizer:
             raise ValueError(f"stop {list(self.stop)} needs a tokenizer, and the engine has none (skip_tokenizer_init)")
-        logprobs = vocab_size if self.logprobs == -1 else self.logprobs
-        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-        if logprobs is not None and logprobs > limit:
-            raise ValueError(
-                f"logprobs {self.logprobs} asks for {logprobs} a token: more than {limit}, which max_logprobs "
-                f"{max_logprobs} and a vocabulary of {vocab_size} allow"
-            )
+        counts = resolved_logprobs(self, vocab_size, max_logprobs)
         # more than all is all; the device keeps it as a float
         top_k = 0 if self.top_k >= vocab_size else self.top_k
-        return self.clone(logprobs=logprobs, top_k=top_k, detokenize=self.detokenize and has_tokenizer)
+        return self.clone(**counts, top_k=top_k, detokenize=self.detokenize and has_tokenizer)
 
 
 def request_key(seed: int, index: int = 0) -> tuple[int, int]:
@@ -230,13 +231,10 @@ def _prompt_length(p: SamplingParams) -> dict[str, Any]:
 
 def _returning(p: SamplingParams) -> dict[str, Any]:
     """The fields that say what comes back."""
-    logprobs = {True: 1, False: None}[p.logprobs] if isinstance(p.logprobs, bool) else p.logprobs
     flags = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
     return {
-        "logprobs": None if logprobs is None else integer("logprobs", logprobs, -1, math.inf),
         "output_kind": _kind(p.output_kind),
         "stream_interval": None if p.stream_interval is None else integer("stream_interval", p.stream_interval, 1),
-        "skip_reading_prefix_cache": flag("skip_reading_prefix_cache", p.skip_reading_prefix_cache or False),
     } | {name: flag(name, getattr(p, name)) for name in flags}
 
 

@@ -101,6 +101,8 @@ class Scheduler:
                 f"request {r.id!r} has a prompt of {length} tokens: {'with at least one token of output ' * r.samples}"
                 f"it is longer than max_model_len {self.config.max_model_len}"
             )
+        if r.wanted and r.wanted.stop > length:
+            raise ValueError(f"request {r.id!r} wants to read place {r.wanted.stop - 1} of {length} tokens")
         # the last token that is sampled is never computed, so it needs no room
         needed = self._limit(r) - r.samples
         if (group := self.blocks.too_small(needed)) is not None:
@@ -391,6 +393,8 @@ class Scheduler:
                     draft.variant = r.variant
                 if r.num_logprobs > draft.num_logprobs:
                     draft.num_logprobs = r.num_logprobs
+                if r.params.logprob_token_ids:
+                    draft.token_ids[r.id] = r.params.logprob_token_ids
             if r.wanted or not r.samples:
                 plan_reads(r, start, draft)
             if start < len(r.prompt):

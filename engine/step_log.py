@@ -97,6 +97,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         value["reasons"] = [list(reason) for reason in plan.reasons]
     if plan.reads:
         value["reads"] = [list(vars(read).values()) for read in plan.reads]
+    if plan.token_ids:
+        value["token_ids"] = [list(ids) for ids in plan.token_ids]
     if plan.ended:
         value["ended"] = list(plan.ended)
     return value
@@ -114,6 +116,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         value["num_logprobs"],
         tuple((request_id, Reason(code)) for request_id, code in value.get("reasons", ())),
         tuple(_read(*r) for r in value.get("reads", ())),
+        tuple(map(tuple, value.get("token_ids", ()))),
         tuple(value.get("ended", ())),
     )
 

@@ -98,18 +98,33 @@ class Sampling:
     num_logprobs: int = -1  # static: how many top logprobs; -1: none at all
     digest: bool = False  # static: also hash the logits, for the step log
     mask_RW: Array | None = None  # grammar, as `sampling.unpack` reads it. Known late, and only the head waits for it
+    logprobs_mode: str = "raw_logprobs"  # static: one of logprobs.MODES
+    token_ids_RN: Array | None = None  # more ids whose logprobs are wanted
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Hidden rows, a tile of fixed size, and the known tokens behind them, of which the logprobs are read."""
+
+    hidden_R: Array  # index into all hidden rows of a step
+    targets_R: Array
+    num_logprobs: int  # static, as in Sampling
+    logprobs_mode: str = "raw_logprobs"  # static
+    token_ids_RN: Array | None = None
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the head hands to the host. The fields that nobody asked for are None."""
+    """What the head hands to the host. The fields that nobody asked for are None. Logprobs may be logits, by mode."""
 
     token_ids_R: Array
-    logprobs_R: Array | None = None  # of the sampled token, from the raw logits
+    logprobs_R: Array | None = None  # of that token
     ranks_R: Array | None = None  # 1 = most likely
     top_ids_RN: Array | None = None
     top_logprobs_RN: Array | None = None
     digests_R: Array | None = None
+    id_logprobs_RN: Array | None = None  # of the ids that were given
+    id_ranks_RN: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from . import logit_edits
 from .interface import Array, ArraySpec, Output, Sampling
 from .logit_edits import MAX_STOP_IDS, NEVER, LogitsProcessor, unpack
+from .logprobs import of_sampled
 
 # each includes those before it
 VARIANTS = ("greedy", "sample", "truncate", "edits", "penalties", "processors")
@@ -57,7 +58,7 @@ def sample(
     param = {name: rows["params"][at, i][:, None] for i, name in enumerate(PARAMS)}
     index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
     logits_RV = shape(raw_RV, rows, param, sampling, ops, processors)
-    ids_R = ops.argmax(logits_RV)
+    ids_R, scaled_RV = ops.argmax(logits_RV), logits_RV
     if variant != "greedy":
         greedy_R1 = param["temperature"] == 0
         scaled_RV = logits_RV / xp.where(greedy_R1, 1.0, param["temperature"])
@@ -65,7 +66,7 @@ def sample(
             scaled_RV = truncate(scaled_RV, param, ops)
         noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1])
         ids_R = xp.where(greedy_R1[:, 0], ids_R, ops.argmax(scaled_RV + noise_RV))
-    return logprobs(raw_RV, ids_R, sampling, ops)
+    return of_sampled(raw_RV, scaled_RV, ids_R, sampling, ops)
 
 
 def shape(
@@ -105,18 +106,3 @@ def truncate(logits_RV: Array, param: dict[str, Array], ops: Any) -> Array:
     )
     kept_RV = (weight_RV > 0) & ((bits_RV >= edge_R1) | (param["top_p"] >= 1.0))
     return xp.where(kept_RV, logits_RV, NEVER)
-
-
-def logprobs(raw_RV: Array, ids_R: Array, sampling: Sampling, ops: Any) -> Output:
-    """Logprobs of the raw distribution: before grammar, temperature and truncation (vLLM's raw_logprobs)."""
-    xp, digests_R = ops.xp, ops.digest(raw_RV) if sampling.digest else None
-    if sampling.num_logprobs < 0:
-        return Output(ids_R, digests_R=digests_R)
-    row_R = ops.arange(ids_R.shape[0], like=ids_R)
-    picked_R = raw_RV[row_R, ids_R]
-    total_R = ops.logsumexp(raw_RV)
-    ranks_R = xp.astype(xp.sum(xp.where(raw_RV >= picked_R[:, None], 1.0, 0.0), axis=-1), xp.int32)
-    if sampling.num_logprobs == 0:
-        return Output(ids_R, picked_R - total_R, ranks_R, digests_R=digests_R)
-    top_RN, top_ids_RN = ops.top_k(raw_RV, sampling.num_logprobs)
-    return Output(ids_R, picked_R - total_R, ranks_R, top_ids_RN, top_RN - total_R[:, None], digests_R)

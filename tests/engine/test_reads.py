@@ -195,8 +195,8 @@ def test_wanting_nonsense_is_an_error(wrong: dict[str, Any], message: str) -> No
 
 
 def test_places_beyond_the_prompt_cannot_be_wanted() -> None:
-    with pytest.raises(ValueError, match="place 8 is wanted of a prompt of 8 tokens"):
-        make_request("a", 8, samples=False, wanted=Wanted(0, 9, hidden=("last",)))
+    with pytest.raises(ValueError, match="wants to read place 8 of 8 tokens"):
+        make_scheduler().add(make_request("a", 8, samples=False, wanted=Wanted(0, 9, hidden=("last",))))
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="torch compiles nothing")
