@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from octavo.engine import LLM, SamplingParams
+from octavo.engine.backend import resolve_backend
 from octavo.models import llama
 from octavo.models.interface import ModelSpec, map_tree
 from octavo.models.rope import RopeConfig
@@ -62,6 +63,9 @@ def numpy_weights(config: llama.LlamaConfig, seed: int = 0, scale: float = 0.2) 
 def engine(config: llama.LlamaConfig = TINY, **arguments: Any) -> LLM:
     """An LLM on a tiny model: small, lazily compiled, blocks of 8 tokens unless told otherwise."""
     defaults = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 120}
+    if resolve_backend(arguments.get("backend", "auto")) == "torch":
+        # so small a model gains nothing from more, and on a busy machine they wait for each other
+        defaults["threads"] = 1
     return LLM(spec_of(config), weights=numpy_weights(config), **(defaults | arguments))
 
 

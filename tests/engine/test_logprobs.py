@@ -10,7 +10,9 @@ import numpy as np
 import oracle
 import pytest
 from backends import BACKENDS
-from tiny import GREEDY, PROMPTS, RANDOM, SHARED, TINY, VOCAB, engine, numpy_weights, spec_of, tokens
+from tiny import GREEDY as LONG_GREEDY
+from tiny import PROMPTS, SHARED, TINY, VOCAB, engine, numpy_weights, spec_of, tokens
+from tiny import RANDOM as LONG_RANDOM
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.logprobs import FlatLogprobs
@@ -18,7 +20,8 @@ from octavo.engine.outputs import Logprob, RequestOutput
 from octavo.models.logprobs import MODES
 
 ATOL = 2e-4
-TIGHT = {"num_gpu_blocks_override": 15, "max_model_len": 104}
+GREEDY, RANDOM = (replace(p, max_tokens=10) for p in (LONG_GREEDY, LONG_RANDOM))
+TIGHT = {"num_gpu_blocks_override": 14, "max_model_len": 104}
 OPTIONS = [
     {}, {"max_num_batched_tokens": 3, "max_num_seqs": 2}, {"async_scheduling": False, "block_size": 16}, TIGHT,
     {"enable_prefix_caching": False}, {"scheduler_order": "prefill_first", "max_num_batched_tokens": 24},
@@ -40,7 +43,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def assert_entry(entry: Any, right: np.ndarray, token: int, num: int, more: Any = ()) -> None:
-    """An entry against all values of its position: the token, the `num` largest, and more ids. Ranks may swap in ties."""
+    """An entry against all values of its position: the token, the `num` largest, more ids. Ranks may swap in ties."""
     order = np.argsort(-right, kind="stable")
     assert next(iter(entry)) == token
     assert set(entry) >= {token, *more} and len(set(entry) - {*more}) in (num, num + 1)
@@ -85,6 +88,9 @@ def test_logprobs_are_those_of_a_dense_model(backend: str, options: dict[str, An
         replace(RANDOM, logprobs=1, prompt_logprobs=1, prompt_logprob_start=30),
         replace(GREEDY, logprob_token_ids=[7, 3, 7], max_tokens=3),
     ]
+    if "num_gpu_blocks_override" in options:
+        # long enough for preemptions
+        want = [replace(p, max_tokens=24) if p.max_tokens == 10 else p for p in want]
     for _ in range(2):
         before = llm.scheduler.num_prompt_tokens
         outputs = llm.generate(PROMPTS[:7], want, use_tqdm=False)
@@ -110,9 +116,8 @@ def test_logprobs_are_those_of_a_dense_model(backend: str, options: dict[str, An
         assert [c.token_ids for c in with_them.outputs] == [c.token_ids for c in without.outputs]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_n_samples_share_the_prompt_whose_logprobs_are_read_once(backend: str) -> None:
-    llm = engine(backend=backend)
+def test_n_samples_share_the_prompt_whose_logprobs_are_read_once() -> None:
+    llm = engine(backend=BACKENDS[0])
     (output,) = llm.generate([PROMPTS[2]], replace(RANDOM, n=3, max_tokens=4, prompt_logprobs=2), use_tqdm=False)
     assert_prompt(output, 2)
     assert llm.scheduler.num_prompt_tokens == len(PROMPTS[2]) + 2
@@ -141,8 +146,9 @@ def test_ids_by_name_for_each_token_of_a_prompt() -> None:
     assert_prompt(output, 0, 4, more)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("backend", "mode"), [(b, m) for b in BACKENDS for m in MODES if b == BACKENDS[0] or m == "processed_logprobs"]
+)
 def test_modes(backend: str, mode: str) -> None:
     """Processed: after min_tokens, temperature and truncation; of greedy rows before the argmax, untruncated."""
     llm = engine(backend=backend, logprobs_mode=mode, max_logprobs=-1, max_num_batched_tokens=32)
@@ -157,7 +163,7 @@ def test_modes(backend: str, mode: str) -> None:
             raw = rows[len(prompt) - 1 + i]
             right = raw if mode.startswith("raw") else processed(raw, p, {eos} if p is greedy else set())
             right = log_softmax(right) if mode.endswith("logprobs") else right
-            assert len(entry) == VOCAB and list(entry)[0] == token
+            assert len(entry) == VOCAB and next(iter(entry)) == token
             found = np.array([entry[j].logprob for j in range(VOCAB)])
             np.testing.assert_array_equal(np.isinf(found), np.isinf(right))
             np.testing.assert_allclose(found, right, atol=5e-4)
@@ -185,9 +191,11 @@ def processed(raw: np.ndarray, p: SamplingParams, forbidden: set[int]) -> np.nda
 
 
 def test_flat_logprobs_read_as_the_lists_do() -> None:
-    llm = engine(backend=BACKENDS[0])
     p = replace(RANDOM, max_tokens=5, logprobs=3, prompt_logprobs=2, logprob_token_ids=[1, 2])
-    plain, flat = llm.generate([SHARED, SHARED], [p, replace(p, flat_logprobs=True)], use_tqdm=False)
+    plain, flat = (
+        engine(backend=BACKENDS[0]).generate([SHARED], q, use_tqdm=False)[0]
+        for q in (p, replace(p, flat_logprobs=True))
+    )
     for a, b in ((plain.prompt_logprobs, flat.prompt_logprobs), (plain.outputs[0].logprobs, flat.outputs[0].logprobs)):
         assert isinstance(a, list) and isinstance(b, FlatLogprobs)
         # a slot of float64 for each float32: nothing is lost
@@ -251,5 +259,5 @@ def test_params_say_when_the_cache_is_not_read() -> None:
     assert SamplingParams().skip_reading_prefix_cache is False
     assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
     assert SamplingParams(logprobs=False).logprobs is None
-    with pytest.raises(ValueError, match="logprobs_mode 'cooked' is none of raw_logprobs"):
-        engine(logprobs_mode="cooked")
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        engine(backend=BACKENDS[0], logprobs_mode="cooked")
