@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
     StepInput: ("num_tokens", "decode", "taps"),
     Sampling: ("variant", "num_logprobs", "digest", "logprobs_mode"),
-    Reading: ("num_logprobs", "logprobs_mode"),
+    Reading: ("num_tokens", "num_logprobs", "logprobs_mode"),
     Step: ("decode",),
 }
 for _cls in (StepInput, Sampling, Reading, CacheState, Output, Rope, Step):

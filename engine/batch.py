@@ -131,8 +131,8 @@ def read_places(plan: Plan) -> list[slice]:
     return [slice(at + r.start, at + r.stop) for at, r in zip(first, plan.reads, strict=True)]
 
 
-def reading_inputs(plan: Plan, shapes: Shapes, mode: str) -> list[Reading]:
-    """Tiles of all hidden rows of a step behind which logprobs are read."""
+def reading_inputs(plan: Plan, shapes: Shapes, mode: str, num_tokens: int) -> list[Reading]:
+    """Tiles of all hidden rows of a step, of which there are num_tokens, behind which logprobs are read."""
     reads = [(read, at) for read, at in zip(plan.reads, read_places(plan), strict=True) if read.targets]
     places = [i for _, at in reads for i in range(at.start, at.stop)]
     targets = [i for read, _ in reads for i in read.targets]
@@ -143,7 +143,8 @@ def reading_inputs(plan: Plan, shapes: Shapes, mode: str) -> list[Reading]:
     for start in range(0, len(places), size):
         own = slice(start, start + size)
         given = token_ids_input(ids[own] if any(ids) else (), size, shapes)
-        tiles.append(Reading(padded(places[own], size, 0), padded(targets[own], size, 0), num, mode, given))
+        at, ids_behind = padded(places[own], size, 0), padded(targets[own], size, 0)
+        tiles.append(Reading(at, ids_behind, num_tokens, num, mode, given))
     return tiles
 
 

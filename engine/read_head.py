@@ -62,7 +62,7 @@ class ReadHead:
         a time, however long the prompts are.
         """
         tiles: list[Any] = []
-        for reading in reading_inputs(plan, self.shapes, self.mode):
+        for reading in reading_inputs(plan, self.shapes, self.mode, hidden["last"].shape[0]):
             output, rows = self.run(weights, rows, hidden["last"], reading)
             self._prefetch(vars(output).values())
             if tiles and reading.num_logprobs == self.shapes.logprobs[-1]:
@@ -83,7 +83,7 @@ class ReadHead:
         for num_tokens in self.shapes.tokens:
             hidden = self.backend.zeros(ArraySpec((num_tokens, width), (None, None)))
             for num in self.shapes.logprobs[1:-1]:
-                reading = Reading(padded((), size, 0), padded((), size, 0), num, self.mode)
+                reading = Reading(padded((), size, 0), padded((), size, 0), num_tokens, num, self.mode)
                 yield self.run, (weights, rows, hidden, reading)
 
 

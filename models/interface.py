@@ -108,6 +108,7 @@ class Reading:
 
     hidden_R: Array  # index into all hidden rows of a step
     targets_R: Array
+    num_tokens: int  # static: how many hidden rows the step has
     num_logprobs: int  # static, as in Sampling
     logprobs_mode: str = "raw_logprobs"  # static
     token_ids_RN: Array | None = None
