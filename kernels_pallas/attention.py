@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from . import cpu_attention, reference
+from . import cpu_attention, mosaic_gpu, ragged, reference, triton_lowered
 
 logger = logging.getLogger("octavo")
 
@@ -17,24 +17,32 @@ logger = logging.getLogger("octavo")
 class Implementation(NamedTuple):
     """plan(step) is made once a step and cache group; attend(q, k, v, order, step, spec, sinks, plan) once a layer.
 
-    supports(spec, dtype, platform, mode) is None, or the reason why not.
+    supports(spec, dtype, platform, mode, block_size) is None, or the reason why not. `any_width`: a wider
+    block table costs nothing. prepare(plan, spec, itemsize) completes a plan that is a pytree; None: it is none.
     """
 
     attend: Callable[..., jax.Array]
     supports: Callable[..., str | None]
     plan: Callable[[Any], Any]
+    any_width: bool = False
+    prepare: Callable[[Any, Any, int], None] | None = None
 
 
-def supports_everything(spec: Any, dtype: str, platform: str, mode: str) -> str | None:
+def supports_everything(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
     """None: the reference serves whatever the cache can hold."""
     return None
 
 
 IMPLEMENTATIONS = {
     "cpu": Implementation(cpu_attention.attend, cpu_attention.supports, cpu_attention.plan),
+    "mosaic_gpu": Implementation(mosaic_gpu.attend, mosaic_gpu.supports, ragged.Plan, True, mosaic_gpu.prepare),
+    "triton_lowered": Implementation(
+        triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
+    ),
     "reference": Implementation(reference.attend, supports_everything, reference.query_tiles),
 }
-PREFERENCE = ("cpu", "reference")  # of "auto", best first
+# of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
+PREFERENCE = {"cpu": ("cpu", "reference"), "gpu": ("triton_lowered", "reference"), "tpu": ("reference",)}
 
 
 class AttentionOp:
@@ -46,6 +54,7 @@ class AttentionOp:
         self.name, self.mode = name, mode
         self.steps: Sequence = ()
         self.plans: dict[tuple[str, int], Any] = {}
+        self.held: Any = None
         self.chosen: dict[Any, str] = {}
 
     def for_step(self, steps: Sequence) -> AttentionOp:
@@ -54,11 +63,29 @@ class AttentionOp:
         return op
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any) -> Any:
-        name = self.choose(spec, k.dtype.name, jax.default_backend())
+        block_size = k.shape[order.split().index("p")]
+        name = self.choose(spec, k.dtype.name, jax.default_backend(), block_size)
         implementation = IMPLEMENTATIONS[name]
         return implementation.attend(q, k, v, order, step, spec, sinks, self.plan(name, step))
 
+    def holding(self, plan: Any) -> AttentionOp:
+        """A copy for which every layer's plan is this one."""
+        op = copy.copy(self)
+        op.held = plan
+        return op
+
+    def prepared(self, step: Any, spec: Any, dtype: Any, block_size: int) -> Any:
+        """The plan of a layer, complete and a pytree; None if its implementation has no such plan."""
+        name = self.choose(spec, dtype.name, jax.default_backend(), block_size)
+        prepare, plan = IMPLEMENTATIONS[name].prepare, self.plan(name, step)
+        if prepare is None:
+            return None
+        prepare(plan, spec, dtype.itemsize)
+        return plan
+
     def plan(self, name: str, step: Any) -> Any:
+        if self.held is not None:
+            return self.held
         group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
         if group is None:
             return IMPLEMENTATIONS[name].plan(step)
@@ -66,17 +93,25 @@ class AttentionOp:
             self.plans[name, group] = IMPLEMENTATIONS[name].plan(step)
         return self.plans[name, group]
 
-    def choose(self, spec: Any, dtype: str, platform: str) -> str:
+    def any_width(self, specs: Iterable, dtype: str) -> bool:
+        """Whether for all these layers a wider block table costs nothing."""
+        # asked before there is a cache: with blocks of the usual size
+        question = (dtype, jax.default_backend(), self.mode, 16)
+        names = PREFERENCE[question[1]] if self.name == "auto" else (self.name,)
+        chosen = [next((n for n in names if IMPLEMENTATIONS[n].supports(s, *question) is None), None) for s in specs]
+        return all(n is not None and IMPLEMENTATIONS[n].any_width for n in chosen)
+
+    def choose(self, spec: Any, dtype: str, platform: str, block_size: int) -> str:
         """The implementation for this layer. Raises NotImplementedError if a named one cannot serve it."""
+        question = (spec, dtype, platform, self.mode, block_size)
         if self.name != "auto":
-            reason = IMPLEMENTATIONS[self.name].supports(spec, dtype, platform, self.mode)
+            reason = IMPLEMENTATIONS[self.name].supports(*question)
             if reason:
                 raise NotImplementedError(f"attention {self.name!r}: {reason}")
             return self.name
-        key = (spec, dtype, platform)
-        if key not in self.chosen:
-            refused = {n: IMPLEMENTATIONS[n].supports(spec, dtype, platform, self.mode) for n in PREFERENCE}
-            self.chosen[key] = next(n for n, reason in refused.items() if reason is None)
+        if question not in self.chosen:
+            refused = {n: IMPLEMENTATIONS[n].supports(*question) for n in PREFERENCE[platform]}
+            self.chosen[question] = next(n for n, reason in refused.items() if reason is None)
             why = "; ".join(f"{n}: {reason}" for n, reason in refused.items() if reason)
-            logger.info("attention: %s for %s%s", self.chosen[key], spec, f" ({why})" if why else "")
-        return self.chosen[key]
+            logger.info("attention: %s for %s%s", self.chosen[question], spec, f" ({why})" if why else "")
+        return self.chosen[question]

@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     spec: Any
 
 
-def supports(spec: Any, dtype: str, platform: str, mode: str) -> str | None:
+def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
     """Why it cannot serve, or None."""
     if platform != "cpu":
         return f"it is for CPUs, not for {platform}"

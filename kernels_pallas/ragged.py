@@ -1,0 +1,112 @@
+"""A step as the GPU and TPU kernels read it: rows with one token apart from tiles of several tokens of one sequence.
+
+Letters: I rows with one token, W tiles, Q tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(x log2(e)): the hardware has exp2
+HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row which sees none of a tile stays a number
+
+
+class Rows(NamedTuple):
+    """Tokens that are alone in their sequence's part of the step."""
+
+    seq_I: jax.Array
+    token_I: jax.Array  # where its query is
+    length_I: jax.Array  # keys up to itself; 0: this row is none
+
+
+class Tiles(NamedTuple):
+    """Runs of at most Q tokens of one sequence each; the first `count` of them are real."""
+
+    seq_W: jax.Array
+    start_W: jax.Array  # first token
+    end_W: jax.Array  # one past the last token of the sequence in this step; start_W where the tile is none
+    position_W: jax.Array  # of the first token
+    count_1: jax.Array
+
+
+@jax.tree_util.register_pytree_node_class
+class Plan:
+    """What the layers of a step share. Tiles of a size are made once, when first asked for. A pytree."""
+
+    def __init__(self, step: Any) -> None:
+        starts_S1, seq_T = step.query_starts_S1, step.seq_ids_T
+        self.counts_S = starts_S1[1:] - starts_S1[:-1]
+        self.starts_S, self.lengths_S, self.seq_T = starts_S1[:-1], step.lengths_S, seq_T
+        self.decode, self.num_tokens = step.decode, seq_T.shape[0]
+        token_T = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        # padding follows the last real token; positions there are 0, but belong to nobody
+        self.real_T = token_T < starts_S1[-1]
+        if step.decode:
+            length_T = jnp.where(self.real_T, step.positions_T + 1, 0).astype(jnp.int32)
+            self.rows = Rows(seq_T.astype(jnp.int32), token_T, length_T)
+        else:
+            seq_S = jnp.arange(self.counts_S.shape[0], dtype=jnp.int32)
+            length_S = jnp.where(self.counts_S == 1, self.lengths_S, 0).astype(jnp.int32)
+            last = self.num_tokens - 1
+            self.rows = Rows(seq_S, jnp.clip(self.starts_S, 0, last).astype(jnp.int32), length_S)
+        self._made: dict[Any, Any] = {}
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """The arrays, and what is no array."""
+        arrays = (self.counts_S, self.starts_S, self.lengths_S, self.seq_T, self.real_T, self.rows, self._made)
+        return arrays, (self.decode, self.num_tokens)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple, arrays: tuple) -> Plan:
+        """The plan again."""
+        plan = object.__new__(cls)
+        plan.counts_S, plan.starts_S, plan.lengths_S, plan.seq_T, plan.real_T, plan.rows, plan._made = arrays
+        plan.decode, plan.num_tokens = static
+        return plan
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), for the first layer that asks; what was made then for all others."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def tiles(self, queries: int) -> Tiles:
+        """The sequences with several tokens cut into tiles of `queries`. Their number is fixed by the step's shapes."""
+        return self.once(("tiles", queries), lambda: self._cut(queries))
+
+    def _cut(self, queries: int) -> Tiles:
+        num_seqs = self.counts_S.shape[0]
+        tiles_S = jnp.where(self.counts_S > 1, -(-self.counts_S // queries), 0)
+        last_S = jnp.cumsum(tiles_S, dtype=jnp.int32)
+        # a sequence with several tokens wastes at most one tile
+        most = self.num_tokens // queries + min(num_seqs, self.num_tokens // 2) + 1
+        tile_W = jnp.arange(most, dtype=jnp.int32)
+        seq_W = jnp.minimum(jnp.sum(tile_W[:, None] >= last_S[None], axis=-1, dtype=jnp.int32), num_seqs - 1)
+        ahead_W = (tile_W - (last_S - tiles_S)[seq_W]) * queries
+        start_W = jnp.clip(self.starts_S[seq_W] + ahead_W, 0, self.num_tokens).astype(jnp.int32)
+        end_W = (self.starts_S + self.counts_S)[seq_W].astype(jnp.int32)
+        end_W = jnp.where(tile_W < last_S[-1], end_W, start_W)
+        position_W = ((self.lengths_S - self.counts_S)[seq_W] + ahead_W).astype(jnp.int32)
+        return Tiles(seq_W, start_W, end_W, position_W, last_S[-1:])
+
+    def join(self, single_IKGD: jax.Array, several_TKGD: jax.Array | None) -> jax.Array:
+        """[T, K, G, Dv]: each token's output from where it was made; zeros for padding."""
+        if several_TKGD is None:
+            # a decode step has a row a token, padding included
+            return single_IKGD
+        alone_T = (self.counts_S == 1)[self.seq_T] & self.real_T
+        out = jnp.where(alone_T[:, None, None, None], single_IKGD[self.seq_T], several_TKGD)
+        # what no tile wrote may be anything
+        return jnp.where(self.real_T[:, None, None, None], out, 0)
+
+
+def split_count(num_rows: int, num_kv_heads: int, fill: int = 512, most: int = 64) -> int:
+    """Parts of a row's keys that are attended to at once, so that about `fill` programs keep the device busy."""
+    parts = 1
+    while parts < most and num_rows * num_kv_heads * parts < fill:
+        parts *= 2
+    return parts
