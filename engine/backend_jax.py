@@ -42,8 +42,19 @@ for _cls in (StepInput, Sampling, Reading, CacheState, Output, Rope, Step):
     jax.tree_util.register_dataclass(_cls, _names, list(_static))
 
 
+# what JAX reads when it starts; whoever set one of these keeps it
+GPU_MEMORY = {
+    # JAX would take three quarters of the GPU at once, of use or not
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    # how far it may grow: gpu_memory_utilization is what limits the engine
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
+}
+
+
 def find_platform(device: str) -> str:
     """Where JAX runs, "cpu" or "cuda"; "auto" takes a GPU if it has one. "cpu" is a choice only before it starts."""
+    for name, value in GPU_MEMORY.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
@@ -148,8 +159,11 @@ class JaxBackend:
         return self.ops.prepare(self.place(x, spec), spec)
 
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
-        """place_weight of x's numbers, repeated to fill the spec's shape."""
-        return self.place_weight(np.resize(x, spec.shape), spec)
+        """place_weight of x's numbers, repeated to fill the spec's shape; on one device, repeated there."""
+        if self.mesh is not None:
+            return self.place_weight(np.resize(x, spec.shape), spec)
+        few = self.place(x, dataclasses.replace(spec, shape=x.shape))
+        return self.ops.prepare(_resized(few, spec.shape), spec)
 
     def zeros(self, spec: ArraySpec) -> jax.Array:
         """Zeros made on the device, each shard where it belongs."""
@@ -186,6 +200,10 @@ class JaxBackend:
             for one in waiting:
                 one.result()
 
+    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+        """Whether attention of these specs costs the same with a wider block table."""
+        return self.ops.any_width(specs, self.dtype)
+
     def consume(self, tree: Any) -> Any:
         """The tree as it is: outside `compile`, donating is for the caller's own jit to say."""
         return tree
@@ -220,10 +238,6 @@ class JaxBackend:
         stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
         return stats["bytes_limit"] if stats else None
 
-    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
-        """Whether attention of these specs costs the same with a wider block table."""
-        return False
-
     def num_compiles(self) -> int:
         """Programs compiled by this process so far, those loaded from the cache on disk included."""
         return self._counter.compiles
@@ -241,6 +255,11 @@ def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:
         if not pure and id(x) not in kept:
             x.delete()
     return out
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.resize(x, shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

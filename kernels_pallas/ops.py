@@ -7,7 +7,7 @@ compiler moves. The same model lines run under all three.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,15 +21,22 @@ Axes = tuple[str | None, ...]
 MODES = ("local", "shard_map", "auto")
 
 
-def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum in float32. Several contracted axes ("tkgd,kgde->te") become one: XLA:CPU would transpose the weight."""
+HALVES = ("bfloat16", "float16")
+
+
+def product(spec: str, x: jax.Array, w: jax.Array, out: Any = jnp.float32) -> jax.Array:
+    """einsum in float32, rounded to `out`. Operands of 16 bits go to the matrix units as they are, at any precision.
+
+    Several contracted axes ("tkgd,kgde->te") become one: XLA:CPU would transpose the weight.
+    """
     operands, result = spec.split("->")
     x_axes, w_axes = operands.split(",")
     inner = "".join(axis for axis in x_axes if axis in w_axes and axis not in result)
     if len(inner) > 1 and x_axes.endswith(inner) and w_axes.startswith(inner):
         x, w = x.reshape(*x.shape[: -len(inner)], -1), w.reshape(-1, *w.shape[len(inner) :])
         spec = spec.replace(inner, inner[0])
-    return jnp.einsum(spec, x, w, precision="highest", preferred_element_type=jnp.float32)
+    precision = None if w.dtype.name in HALVES else "highest"
+    return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=out)
 
 
 class JaxOps:
@@ -47,12 +54,37 @@ class JaxOps:
             raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
         self.mode, self.rules, self.mesh = mode, rules or {}, mesh
         self._attention = AttentionOp(attention, mode)
+        self._layers: dict[Any, Callable] = {}
 
     def for_step(self, steps: Sequence) -> JaxOps:
         """The same ops, holding what attention derives once a step for all layers."""
         ops = copy.copy(self)
-        ops._attention = self._attention.for_step(steps)
+        ops._attention, ops._layers = self._attention.for_step(steps), {}
         return ops
+
+    def layer(self, fn: Callable) -> Callable:
+        """A ModelSpec's `layer` as a program within the step's, so that layers alike are traced and lowered once.
+
+        As it is where nothing is traced, or where attention's plan cannot be handed to a program.
+        """
+
+        def call(w: Any, cache: Any, x_TE: jax.Array, step: Any, spec: Any, ops: JaxOps, layout: Any) -> Any:
+            dtype = next(iter(cache.values())).dtype
+            traced = isinstance(x_TE, jax.core.Tracer)
+            plan = self._attention.prepared(step, spec, dtype, layout.block_size) if traced else None
+            if plan is None:
+                return fn(w, cache, x_TE, step, spec, ops, layout)
+            if (spec, layout) not in self._layers:
+
+                def program(w: Any, cache: Any, x_TE: jax.Array, step: Any, plan: Any) -> Any:
+                    held = copy.copy(ops)
+                    held._attention = ops._attention.holding(plan)
+                    return fn(w, cache, x_TE, step, spec, held, layout)
+
+                self._layers[spec, layout] = jax.jit(program)
+            return self._layers[spec, layout](w, cache, x_TE, step, plan)
+
+        return call
 
     def attention(
         self, q_TKGD: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any = None
@@ -63,6 +95,10 @@ class JaxOps:
         the softmax's denominator alone.
         """
         return self._attention(q_TKGD, k, v, order, step, spec, sinks)
+
+    def any_width(self, specs: Iterable, dtype: str) -> bool:
+        """Whether attention with all these specs costs the same under a wider block table."""
+        return self._attention.any_width(specs, dtype)
 
     def constrain(self, x: jax.Array, now: Axes, then: Axes) -> jax.Array:
         """x laid out as `then` says; `now` is how it lies."""
@@ -84,9 +120,12 @@ class JaxOps:
 
         `out` are the result's logical axes; `reduce` is the contracted axis if that one is sharded.
         """
-        y = product(spec, x.astype(w.dtype), w)
-        if self.mode == "shard_map" and reduce and self.rules.get(reduce):
-            y = jax.lax.psum(y, self.rules.get(reduce))
+        sums = self.mode == "shard_map" and reduce and self.rules.get(reduce)
+        # a float32 result would be written, read and rounded by another kernel
+        half = w.dtype.name in HALVES and not sums
+        y = product(spec, x.astype(w.dtype), w, w.dtype if half else jnp.float32)
+        if sums:
+            y = jax.lax.psum(y, sums)
         return self.constrain(y.astype(x.dtype), out, out)
 
     def embed(self, table_VE: jax.Array, ids_T: jax.Array) -> jax.Array:

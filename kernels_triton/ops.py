@@ -123,6 +123,10 @@ class TorchOps:
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
 
+    def layer(self, fn: Callable) -> Callable:
+        """A ModelSpec's `layer` as it is: torch traces nothing."""
+        return fn
+
     def attention(
         self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
     ) -> Tensor:

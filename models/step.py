@@ -15,7 +15,9 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
     """Positions, ids and slots of a step's tokens, from what the rows know. So the host may plan ahead of tokens."""
     xp, starts, table = ops.xp, inputs.query_starts_S1, inputs.block_tables[group]
     token_T = ops.arange(inputs.num_tokens, like=starts)
-    seq_T = xp.clip(xp.searchsorted(starts[1:], token_T, side="right"), 0, table.shape[0] - 1)
+    # how many sequences end at or before a token: by comparing them all, which no GPU has to loop for
+    ended_T = xp.sum(token_T[:, None] >= starts[None, 1:], axis=-1)
+    seq_T = xp.clip(ended_T, 0, table.shape[0] - 1)
     real_T = token_T < starts[-1]
     computed_S = rows["num_computed"][inputs.rows_S]
     pos_T = xp.where(real_T, computed_S[seq_T] + token_T - starts[seq_T], 0)
@@ -61,11 +63,11 @@ def run_layers(
     x_TE, tapped = model.embed(weights, steps[0], ops), {} if tapped is None else tapped
     if "embed" in inputs.taps:
         tapped["embed"] = x_TE
-    home = {layer: (g, i) for g, group in enumerate(model.groups) for i, layer in enumerate(group.layers)}
-    groups = [list(group) for group in cache.groups]
+    home = {n: (g, i) for g, group in enumerate(model.groups) for i, n in enumerate(group.layers)}
+    groups, layer = [list(group) for group in cache.groups], ops.layer(model.layer)
     for n, w in enumerate(weights["layers"]):
         g, i = home[n]
-        x_TE, groups[g][i] = model.layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
+        x_TE, groups[g][i] = layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
         if f"layer.{n}" in inputs.taps:
             tapped[f"layer.{n}"] = x_TE
     computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
