@@ -1,0 +1,189 @@
+"""The Pallas attention kernels by themselves: in interpreters against float64, and lowered for CUDA without a GPU.
+
+Pallas' interpreter fills what a kernel does not write with nan, and unwritten slots of the cache hold nan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from attention_batches import ORDERS, backend_of, expected, make_batch, make_step
+from shapes import DECODE, MIXED, Ragged
+from tolerances import tolerance
+
+from octavo.kernels_pallas import attention, mosaic_gpu, mosaic_prefill, triton_lowered
+from octavo.kernels_pallas.ragged import Plan, Rows, Tiles, split_count
+from octavo.models.interface import AttentionSpec, Step
+
+# few sequences, so that the interpreters, which run one program after the other, are done soon
+RAGGED = replace(MIXED, computed=(40, 0, 9, 130), counts=(1, 70, 1, 17))
+DIMS, GROUPS, BLOCKS = (64, 80, 96, 128, 256), (1, 2, 3, 4, 5, 7, 8), (8, 16, 32)
+EXTRAS: tuple[dict[str, Any], ...] = ({}, {"window": 24}, {"softcap": 2.0}, {"sinks": True})
+
+
+def wide(dim: int, group_size: int, block_size: int, case: Ragged = RAGGED, **more: Any) -> Ragged:
+    name = f"{dim}-{group_size}-{block_size}" + "".join(f"-{name}" for name in more)
+    sizes = {"k_dim": dim, "v_dim": dim, "group_size": group_size, "block_size": block_size, "kv_heads": 1}
+    return replace(case, name=name, **sizes, **more)
+
+
+# every head dim, group size, block size and extra at least twice
+WIDE = [wide(DIMS[i % 5], GROUPS[i % 7], BLOCKS[i % 3], **EXTRAS[i % 4]) for i in range(14)]
+HALF = [wide(DIMS[i % 2 * 3], GROUPS[i % 7], BLOCKS[i % 3], **EXTRAS[i % 4]) for i in range(7)]
+
+
+def rounded(batch: Any) -> Any:
+    """The batch with numbers that bfloat16 has."""
+    q, k, v = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (batch.q, batch.k, batch.v))
+    return replace(batch, q=q, k=k, v=v)
+
+
+def run(implementation: Any, batch: Any, order: str, dtype: Any) -> np.ndarray:
+    """The implementation's output, in float32."""
+    q, k, v = (jnp.asarray(x, dtype) for x in (batch.q, batch.k, batch.v))
+    if order == ORDERS[1]:
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    step = make_step(batch, backend_of("jax", "reference"))
+    sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
+    out = implementation.attend(q, k, v, order, step, batch.spec, sinks, Plan(step))
+    return np.asarray(out.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 0), id=c.name) for i, c in enumerate(WIDE)]
+)
+def test_triton_lowered_equals_float64(case):
+    batch = make_batch(case)
+    out, want = run(triton_lowered, batch, ORDERS[len(case.name) % 2], jnp.float32), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HALF, ids=lambda c: c.name)
+def test_mosaic_gpu_equals_float64(case):
+    batch = rounded(make_batch(case))
+    out, want = run(mosaic_gpu, batch, ORDERS[len(case.name) % 2], jnp.bfloat16), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("bfloat16", "attention"))
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.slow
+def test_mosaic_prefill_has_no_race():
+    batch = rounded(make_batch(wide(64, 2, 16)))
+    step = make_step(batch, backend_of("jax", "reference"))
+    plan = Plan(step)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (batch.q, batch.k, batch.v))
+    mosaic_prefill.prefill(
+        q, k, v, step.block_tables_SB, mosaic_prefill.pairs_of(plan, 2), None, order=ORDERS[0], spec=batch.spec,
+        interpret=mosaic_prefill.interpreter(detect_races=True), num_programs=2,
+    ).block_until_ready()  # fmt: skip
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    races = getattr(gpu_callbacks, "races", None)
+    assert races is None or not races.races_found
+
+
+@pytest.mark.parametrize("parts", [1, 2, 16])
+def test_parts_of_a_row_are_merged(parts):
+    """More parts than tiles, too: the rest are empty."""
+    batch = make_batch(wide(64, 3, 16, replace(DECODE, computed=(0, 15, 130), counts=(1, 1, 1)), window=100))
+    step = make_step(batch, backend_of("jax", "reference"))
+    arrays = (jnp.asarray(x) for x in (batch.q, batch.k, batch.v))
+    out = triton_lowered.decode(
+        *arrays, step.block_tables_SB, Plan(step).rows, None, order=ORDERS[0], spec=batch.spec, interpret=True,
+        parts=parts,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected(batch), rtol=0, atol=tolerance("float32", "attention"))
+
+
+def lower(dim: int, group_size: int, order: str, dtype: str, extra: dict[str, Any], kernel: str) -> str:
+    """The program of one kernel, lowered for CUDA."""
+    spec = AttentionSpec(8, group_size, dim, dim, dim**-0.5, extra.get("window"), extra.get("softcap"))
+
+    def of(*shape: int, kind: str = "int32") -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(kind))
+
+    cache = of(256, *((16, 8) if order == ORDERS[0] else (8, 16)), dim, kind=dtype)
+    sinks = of(8, group_size, kind="float32") if "sinks" in extra else None
+    q, table, ids = of(512, 8, group_size, dim, kind=dtype), of(64, 32), of(64)
+    work, function = {
+        "decode": (Rows(*[ids] * 3), triton_lowered.decode),
+        "prefill": (Tiles(*[ids] * 4, of(1)), triton_lowered.prefill),
+        "mosaic": (mosaic_prefill.Pairs(*[ids] * 5, of(1)), mosaic_prefill.prefill),
+    }[kernel]
+
+    def program(*args: Any) -> Any:
+        return function(*args, order=order, spec=spec)
+
+    traced = jax.jit(program).trace(q, cache, cache, table, work, sinks)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda x: next(iter(x), "plain"))
+@pytest.mark.parametrize("dim", DIMS)
+def test_kernels_lower_for_cuda(dim, extra):
+    """What an interpreter lets pass and a lowering does not: sides that are no power of two, layouts, ops."""
+    order, group_size = ORDERS[len(extra)], GROUPS[dim % 7]
+    assert "triton" in lower(dim, group_size, order, "bfloat16", extra, "decode")
+    assert "triton" in lower(dim, group_size, order, "float32", extra, "prefill")
+    if dim in mosaic_gpu.DIMS:
+        assert "mosaic_gpu" in lower(dim, group_size, order, "bfloat16", extra, "mosaic")
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_pairs_cover_every_token_of_every_head_once(group_size):
+    """Units of 64 tokens by brute force; only the rows that a long sequence's last unit goes back for come twice."""
+    counts = np.array([1, 64, 0, 65, 2, 200, 1, 63])
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    step = Step(*[jnp.zeros(1)] * 6, *[jnp.asarray(x, jnp.int32) for x in (counts + 5, starts)], jnp.zeros(1), False,
+                {}, {})  # fmt: skip
+    step = replace(step, seq_ids_T=jnp.asarray(np.repeat(np.arange(8), counts)))
+    pairs, num_tokens = mosaic_prefill.pairs_of(Plan(step), group_size), int(starts[-1])
+    assert pairs.count_1[0] <= len(pairs.seq_W)
+    seen = np.zeros((num_tokens, group_size), int)
+    for seq, first in zip(pairs.seq_W[: pairs.count_1[0]], pairs.unit_W, strict=False):
+        start, count, length = (int(x[seq]) for x in (pairs.starts_S, pairs.counts_S, pairs.lengths_S))
+        for at in (first, first + 1):
+            unit = mosaic_prefill.unit_of(at, start, jnp.int32(count), length, group_size, 128, num_tokens)
+            rows = np.arange(int(unit.low), int(unit.high)) if unit.tiles else np.arange(0)
+            assert (unit.position + rows == length - count + unit.token + rows - start).all()
+            assert ((unit.token + rows >= start) & (unit.token + rows < start + count)).all()
+            seen[int(unit.token) + rows, int(unit.group)] += 1
+    several = np.repeat(counts > 1, counts)
+    assert (seen[several] >= 1).all()
+    assert (seen[~several] == 0).all()
+    assert (seen[several] > 1).sum() == sum(-c % 64 for c in counts if c >= 64) * group_size
+
+
+def test_split_count_fills_the_device():
+    assert [split_count(n, 8) for n in (1, 8, 16, 64, 256)] == [64, 8, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("mosaic_gpu", {"dtype": "float32"}, "16|bfloat16"),
+        ("mosaic_gpu", {"k_dim": 80}, "head dims of 64 and 128"),
+        ("mosaic_gpu", {"block_size": 12}, "blocks of 12"),
+        ("mosaic_gpu", {"platform": "tpu"}, "not for tpu"),
+        ("triton_lowered", {"mode": "auto"}, "shard"),
+        ("triton_lowered", {"dtype": "int8"}, "int8"),
+        ("triton_lowered", {"k_dim": 512}, "512"),
+    ],
+)
+def test_what_a_kernel_does_not_serve_has_a_reason(name, changes, why):
+    asked = {"k_dim": 128, "dtype": "bfloat16", "platform": "cpu", "mode": "local", "block_size": 16} | changes
+    spec = AttentionSpec(8, 4, asked.pop("k_dim"), 128, 1.0)
+    supports = attention.IMPLEMENTATIONS[name].supports
+    assert supports(spec=replace(spec, k_dim=128), **(asked | {"dtype": "bfloat16", "platform": "cpu", "mode": "local",
+                                                              "block_size": 16})) is None  # fmt: skip
+    import re
+
+    assert re.search(why, supports(spec=spec, **asked))
