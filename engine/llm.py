@@ -62,9 +62,10 @@ class LLM:
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
-        self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
-        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
+        silent = self.config.disable_log_stats
+        self.metrics = None if silent else EngineMetrics(self.scheduler, self.tokenizer_pool)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
+        self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         self.unread: Pending | None = None
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .metrics import LATENCY, PER_TOKEN, PHASE
-from .metrics_table import ALIASES, METRICS, PREFIX
+from .metrics_table import ALIASES, METRICS, POOL_METRICS, PREFIX, Metric
 
 # vLLM's names that would never change here
 LEFT_OUT = {
@@ -40,6 +42,12 @@ The names are vLLM's, its prefix `vllm:` too, so that dashboards and alerts writ
 `model_name` is on each. In the text a counter's name ends in `_total`. All times are read from one monotonic clock by
 the loop that runs the steps: "planned" is when the scheduler's plan admits a request, and a token's time is when the
 host reads it.
+
+| Name | Kind | Label | What |
+|---|---|---|---|"""
+
+POOL_HEAD = """
+With `tokenizer_pool_size` of 2 or more also, under octavo's own prefix:
 
 | Name | Kind | Label | What |
 |---|---|---|---|"""
@@ -89,14 +97,18 @@ Nothing is exported that never changes.
 
 def markdown() -> str:
     """docs/metrics.md."""
-    rows = [f"| `{PREFIX}{m.name}` | {m.kind} | {f'`{m.label}`' if m.label else ''} | {m.doc} |" for m in METRICS]
+    rows, pool = _rows(METRICS), _rows(POOL_METRICS)
     bounds = (("TTFT, end-to-end", LATENCY), ("inter-token, per output token", PER_TOKEN), ("phases", PHASE))
     tail = TAIL.format(
         bounds="\n".join(f"| {name} | {b[0]:g} s | {b[-1]:g} s | {len(b)} |" for name, b in bounds),
         aliases="\n".join(f"| `{old}` | `{PREFIX}{name}` |" for old, name in ALIASES.items()),
         left_out="\n".join(f"| {_codes(names)} | {why} |" for names, why in LEFT_OUT.items()),
     )
-    return "\n".join([HEAD, *rows, tail])
+    return "\n".join([HEAD, *rows, POOL_HEAD, *pool, tail])
+
+
+def _rows(metrics: Sequence[Metric]) -> list[str]:
+    return [f"| `{m.full_name}` | {m.kind} | {f'`{m.label}`' if m.label else ''} | {m.doc} |" for m in metrics]
 
 
 def _codes(names: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from .metrics import Buckets, EngineMetrics
-from .metrics_table import ALIASES, METRICS, PREFIX
+from .metrics_table import ALIASES, PREFIX, metrics_of
 from .metrics_table import Metric as Definition
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class Exporter:
     def values(self) -> list[Metric]:
         """All metrics under vLLM's names; of one with a label, a Metric for each value of it."""
         found: list[Metric] = [Gauge(f"{PREFIX}cache_config_info", self.labels | self.cache_info, 1.0)]
-        for m in METRICS:
-            value, name = m.read(self.metrics), PREFIX + m.name
+        for m in metrics_of(self.metrics):
+            value, name = m.read(self.metrics), m.full_name
             if isinstance(value, Buckets):
                 counts = dict(_cumulative(value))
                 found.append(Histogram(name, dict(self.labels), counts["+Inf"], value.total, counts))
@@ -104,10 +104,11 @@ class Exporter:
         family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "how the cache is set up", labels=list(info))
         family.add_metric(list(info.values()), 1.0)
         yield family
-        by_name = {m.name: m for m in METRICS}
-        named = [(PREFIX + name, m) for name, m in by_name.items()]
-        for name, m in [*named, *((alias, by_name[of]) for alias, of in ALIASES.items())]:
-            yield self._family(name, m)
+        by_name = {m.name: m for m in metrics_of(self.metrics)}
+        for m in by_name.values():
+            yield self._family(m.full_name, m)
+        for alias, name in ALIASES.items():
+            yield self._family(alias, by_name[name])
 
     def _family(self, name: str, m: Definition) -> Family:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from .metrics import Buckets, EngineMetrics
 from .plan import Reason
+from .tokenizer_pool import PoolStats
 
-PREFIX = "vllm:"
+PREFIX, OWN_PREFIX = "vllm:", "octavo:"
 ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR)))
 
 
@@ -21,11 +22,21 @@ class Metric:
     doc: str
     read: Callable[[EngineMetrics], float | Buckets | Mapping[str, float]]
     label: str | None = None
+    prefix: str = PREFIX
+
+    @property
+    def full_name(self) -> str:
+        return self.prefix + self.name
 
 
 def _sources(m: EngineMetrics) -> dict[str, float]:
     s = m.scheduler
     return {"local_compute": s.num_prompt_tokens, "local_cache_hit": s.num_hit_tokens}
+
+
+def _pool(m: EngineMetrics) -> PoolStats:
+    assert m.pool is not None
+    return m.pool.stats
 
 
 METRICS = (
@@ -109,6 +120,37 @@ METRICS = (
     ),
     Metric("iteration_tokens_total", "histogram", "tokens computed in one step", lambda m: m.step_tokens),
 )
+
+# of an engine with a tokenizer pool; vLLM has none
+POOL_METRICS = (
+    Metric(
+        "tokenizer_pool_queue_length",
+        "gauge",
+        "texts that no tokenizer process has taken yet",
+        lambda m: _pool(m).queue_length,
+        prefix=OWN_PREFIX,
+    ),
+    Metric(
+        "tokenizer_pool_mean_wait_seconds",
+        "gauge",
+        "mean of how long a text waited for one, since the start",
+        lambda m: _pool(m).mean_wait,
+        prefix=OWN_PREFIX,
+    ),
+    Metric(
+        "tokenizer_pool_restarts",
+        "counter",
+        "tokenizer processes that had to be replaced",
+        lambda m: _pool(m).num_restarts,
+        prefix=OWN_PREFIX,
+    ),
+)
+
+
+def metrics_of(m: EngineMetrics) -> tuple[Metric, ...]:
+    """Those that change in this engine."""
+    return METRICS + (POOL_METRICS if m.pool is not None and m.pool.size else ())
+
 
 # names of the tuning guides, exported as they are: no prefix, no _total
 ALIASES = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import signal
 from collections import Counter as Tally
 from dataclasses import replace
 from pathlib import Path
@@ -355,6 +357,29 @@ def test_every_metric_changes() -> None:
     still = {name for name, values in seen.items() if len(values) < 2} - {"vllm:cache_config_info"}
     assert not still
     assert set(seen) == {"vllm:cache_config_info", *(f"vllm:{m.name}" for m in METRICS)}
+
+
+def test_a_tokenizer_pool_is_measured(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    llm = watched(tokenizer=str(tmp_path), tokenizer_pool_size=2)
+    assert _pooled(llm) == {"queue_length": 0, "mean_wait_seconds": 0, "restarts": 0}
+    llm.generate(["w1 w2"] * 9, replace(GREEDY, max_tokens=1), use_tqdm=False)
+    (pid, *_) = llm.tokenizer_pool.pids
+    os.kill(pid, signal.SIGKILL)
+    llm.generate(["w1 w2"] * 9, replace(GREEDY, max_tokens=1), use_tqdm=False)
+    stats, found = llm.tokenizer_pool.stats, _pooled(llm)
+    assert found == {"queue_length": 0, "mean_wait_seconds": stats.mean_wait, "restarts": stats.num_restarts}
+    assert stats.num_taken >= 18 and found["mean_wait_seconds"] > 0
+    assert f'octavo:tokenizer_pool_restarts_total{{model_name="llama"}} {stats.num_restarts}.0' in llm.metrics_text()
+    assert not _pooled(watched(tokenizer=str(tmp_path)))
+    llm.tokenizer_pool.close()
+
+
+def _pooled(llm: LLM) -> dict[str, float]:
+    start = "octavo:tokenizer_pool_"
+    return {m.name.removeprefix(start): m.value for m in llm.get_metrics() if m.name.startswith(start)}
 
 
 def test_no_name_occurs_twice() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import BACKENDS
 from batches import CHAT, ENGINE, comparable, line, model_folder, requests
 from typer.testing import CliRunner
 
@@ -342,6 +345,14 @@ def test_reading_depends_on_place_content_and_context() -> None:
     assert [x.id for x in read_lines(data, "m")] == [x.id for x in lines]
 
 
+def test_the_example_of_the_docs(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
+    given, wanted = re.findall(r"```jsonl\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "requests.jsonl").write_text(given)
+    serve(LLM("smollm2", max_model_len=128), tmp_path / "requests.jsonl", tmp_path / "results.jsonl")
+    assert comparable((tmp_path / "results.jsonl").read_bytes()) == comparable(wanted.encode())
+
+
 def _command(folder: Path, *words: str) -> list[str]:
     engine = [text for name, value in ENGINE.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     return ["run-batch", "--model", str(folder), *words, *engine]
@@ -363,26 +374,82 @@ def test_the_command_refuses_in_a_line(folder: Path, tmp_path: Path) -> None:
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+def _kill(command: list[str], target: Path, count: int) -> int:
+    """Starts the command, kills it when it has written so many results. Returns how many there are then."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 200
+        while not target.exists() or target.read_bytes().count(b"\n") < count:
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < until
+            time.sleep(0.005)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    return target.read_bytes().count(b"\n")
+
+
 @pytest.mark.slow
 def test_kill_9_in_the_middle_loses_and_repeats_nothing(llm: LLM, folder: Path, tmp_path: Path) -> None:
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     source.write_text("\n".join(requests(500, 20)))
     serve(llm, source, whole)
     command = [sys.executable, "-m", "octavo.engine.cli", *_command(folder, "-i", str(source), "-o", str(target))]
-    counts = [0]
-    for more in (40, 100):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
-        try:
-            until = time.monotonic() + 120
-            while not target.exists() or target.read_bytes().count(b"\n") < counts[-1] + more:
-                assert process.poll() is None, process.stderr.read().decode()
-                assert time.monotonic() < until
-                time.sleep(0.005)
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
-        counts.append(target.read_bytes().count(b"\n"))
-    assert counts[-1] < 500, "it was killed after it was done"
+    first = _kill(command, target, 40)
+    second = _kill(command, target, first + 100)
+    assert second < 500, "it was killed after it was done"
     done = subprocess.run(command, capture_output=True, check=True)
-    assert f"{counts[-1]} lines had been done before" in done.stderr.decode()
+    assert f"{second} lines had been done before" in done.stderr.decode()
     assert comparable(target.read_bytes()) == comparable(whole.read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kill_9_with_a_real_model(tmp_path: Path, backend: str) -> None:
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    words = ("France", "Italy", "a verb", "gravity", "seven", "Berlin", "a poem", "rain")
+    lines = []
+    for i, word in enumerate(words * 3):
+        chat = [{"role": "user", "content": f"What is {word}? ({i})"}]
+        lines.append(line(f"chat {i}", CHAT, messages=chat, temperature=0, max_tokens=12))
+        lines.append(line(f"text {i}", prompt=f"{i}. {word} is", seed=i, max_tokens=12))
+    source.write_text("\n".join(lines))
+    options = ["--backend", backend, "--max-num-seqs", "4", "--max-model-len", "128"]
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.engine.cli",
+        "run-batch",
+        "-m",
+        "smollm2",
+        *options,
+        "-i",
+        str(source),
+        "-o",
+    ]
+    assert _kill([*command, str(target)], target, 8) < len(lines)
+    subprocess.run([*command, str(target)], capture_output=True, check=True)
+    subprocess.run([*command, str(whole)], capture_output=True, check=True)
+    assert comparable(target.read_bytes()) == comparable(whole.read_bytes())
+    assert all(r["error"] is None for r in comparable(whole.read_bytes()))
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_over_100_000_lines(llm: LLM, tmp_path: Path) -> None:
+    """Most are wrong, and each is a kilobyte: what is kept of them all is a small part of the file."""
+    source, count = tmp_path / "in.jsonl", 100_000
+    padding = "x" * 1000
+    with open(source, "w") as file:
+        for i in range(count):
+            body = {"max_tokens": 1} if i % 100 == 0 else {"nonsense": padding}
+            file.write(line(str(i), prompt=[i % 90], user=padding, **body) + "\n")
+    tracemalloc.start()
+    try:
+        summary = serve(llm, source, tmp_path / "out.jsonl")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (summary.num_lines, summary.num_failed) == (count, count - count // 100)
+    assert source.stat().st_size > 100e6 and peak < 30e6
+    with open(tmp_path / "out.jsonl") as file:
+        assert [json.loads(text)["custom_id"] for text in file] == list(map(str, range(count)))
