@@ -40,6 +40,7 @@ from .reads import readers
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
+from .score import ScoreOutput, score
 from .stats import StatsLogger
 from .tokenizer import Tokenizer
 from .tokenizer_pool import TokenizerPool
@@ -148,6 +149,17 @@ class LLM:
         The last one has been through the final norm, as with transformers' output_hidden_states.
         """
         return hidden_states(self, prompts, layers, use_tqdm)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Any, *, use_tqdm: bool = True
+    ) -> list[list[ScoreOutput]]:
+        """How likely continuations are: for each prompt a list of one ScoreOutput a continuation.
+
+        `continuations` has a continuation (text or token ids), or a list of them, for each prompt. A prompt is computed
+        once, but for its last block, if the prefix cache is on. Text is encoded apart from the prompt, without special
+        tokens: a space between the two belongs to the continuation. Raises ValueError for what cannot be scored.
+        """
+        return score(self, prompts, continuations, use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Iterator[str]:
         """The text of one completion, piece by piece. `prompt` may also be a list of chat messages.

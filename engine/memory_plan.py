@@ -13,6 +13,7 @@ import numpy as np
 from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves
 from ..models.sampling import row_specs
 from .arguments import GIB
+from .batch import READ_TILE
 from .config import EngineConfig
 
 DEFAULT_CACHE_BYTES = 2 * GIB
@@ -22,6 +23,9 @@ USEFUL = 4
 TILE, GATHERED = 16, 1 << 23
 # [R, V] arrays that live at a time in the largest head: raw, scaled, bits, weights, noise, and one in the making
 HEAD_COPIES = 6
+# the same of a tile of prompt logprobs: logits, and what ranks and the largest are found with; where the largest are
+# the whole vocabulary, their sort and two tiles of results too
+READ_COPIES, READ_COPIES_WHOLE = 3, 9
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class MemoryPlan:
     max_num_batched_tokens: int  # tokens
     weights_bytes: int
     rows_bytes: int
-    activations_bytes: int  # an estimate: the largest temporaries of the forward and of the head
+    activations_bytes: (
+        int  # an estimate: the largest temporaries of the forward, of the head, or of reading prompt logprobs
+    )
     cache_bytes: int
     total_bytes: int
     worst_case_cache_bytes: int  # max_num_seqs requests of max_model_len at once
@@ -91,7 +97,8 @@ class Planner:
 
     @cached_property
     def activations_bytes(self) -> int:
-        return max(forward_bytes(self.config, self.model, self.divisors), head_bytes(self.config, self.model))
+        c, model = self.config, self.model
+        return max(forward_bytes(c, model, self.divisors), head_bytes(c, model), reading_bytes(c, model))
 
     def rows_bytes(self, length: int) -> int:
         rows = row_specs(self.config.max_num_seqs + 1, length, self.model.vocab_size)
@@ -222,6 +229,13 @@ def _attention_bytes(config: EngineConfig, spec: AttentionSpec, divisors: Mappin
 def head_bytes(config: EngineConfig, model: ModelSpec) -> int:
     """An estimate of what the largest head holds; every device has whole rows of logits."""
     return 4 * HEAD_COPIES * config.max_num_seqs * model.vocab_size
+
+
+def reading_bytes(config: EngineConfig, model: ModelSpec) -> int:
+    """An estimate of what reading prompt logprobs holds: a tile of rows at a time, however long the prompts are."""
+    whole = config.max_logprobs == -1 or config.max_logprobs >= model.vocab_size
+    rows = min(READ_TILE, config.max_num_batched_tokens)
+    return 4 * rows * model.vocab_size * (READ_COPIES_WHOLE if whole else READ_COPIES)
 
 
 def _product_sizes(spec: ArraySpec, divisors: Mapping[str, int]) -> tuple[int, int]:

@@ -138,6 +138,23 @@ def test_the_whole_vocabulary(backend: str) -> None:
             assert sum(np.exp(e.logprob) for e in entry.values()) == pytest.approx(1, abs=1e-5)
 
 
+def test_the_whole_vocabulary_of_a_long_prompt_is_on_the_device_two_tiles_at_a_time() -> None:
+    llm, held = engine(backend=BACKENDS[0], max_logprobs=-1, max_num_batched_tokens=96), []
+    # tiles of 16 rows
+    llm.runner.read_head.shapes = replace(llm.runner.read_head.shapes, read=(16,))
+    launch = llm.runner.read_head.launch
+
+    def spy(*args: Any) -> Any:
+        reads, rows = launch(*args)
+        held.append([not isinstance(tile, dict) for tile in reads.tiles])
+        return reads, rows
+
+    llm.runner.read_head.launch = spy
+    (output,) = llm.generate([PROMPTS[3]], replace(GREEDY, max_tokens=1, prompt_logprobs=-1), use_tqdm=False)
+    assert held == [[False] * 4 + [True]]
+    assert_prompt(output, VOCAB)
+
+
 def test_ids_by_name_for_each_token_of_a_prompt() -> None:
     llm = engine(backend=BACKENDS[0], max_num_batched_tokens=16)
     more = [(i, (7 * i) % VOCAB) for i in range(len(SHARED) - 5)]

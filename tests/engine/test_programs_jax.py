@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -10,10 +11,14 @@ import pytest
 from tiny import TINY, numpy_weights, spec_of
 
 from octavo.engine.backend_jax import JaxBackend
+from octavo.engine.batch import READ_TILE
+from octavo.engine.config import engine_config
+from octavo.engine.memory_plan import reading_bytes
 from octavo.engine.runner import cache_specs, empty_cache
 from octavo.models import step
-from octavo.models.interface import Sampling, StepInput, map_tree
+from octavo.models.interface import Reading, Sampling, StepInput, map_tree
 from octavo.models.layouts.paged import HeadMajor, TokenMajor
+from octavo.models.logprobs import of_known
 from octavo.models.sampling import PARAMS, VARIANTS
 
 ROWS, LENGTH, BLOCKS = 4, 128, 2048  # of rows, tokens of a row, blocks in the smaller cache
@@ -75,6 +80,24 @@ def test_head_aliases_the_rows(variant):
     hidden = np.zeros((ROWS, TINY.embed_dim), np.float32)
     memory = run.lower(weights, state.rows, hidden, Sampling(rows, rows, variant)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= _bytes(state.rows)
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 20, -1])
+def test_reading_a_prompt_takes_what_the_memory_plan_says_however_many_tokens(num_logprobs):
+    """Temporaries of a tile, and its results twice: one tile is on its way to the host while the next is made."""
+    config = replace(TINY, vocab_size=16384)
+    model, backend = spec_of(config), backend_of("cpu")
+    weights = map_tree(lambda s, x: backend.place_weight(x, s), model.weights, numpy_weights(config))
+    args = ("weights", "rows", "hidden", "reading"), ("output", "rows"), "rows"
+    run, places = backend.compile(partial(of_known, model=model), *args), np.zeros(READ_TILE, np.int32)
+    rows, ids = {"num_computed": jax.numpy.zeros(4, "int32")}, np.zeros((READ_TILE, 128), np.int32)
+    num = model.vocab_size if num_logprobs == -1 else num_logprobs
+    planned = reading_bytes(engine_config(model, max_logprobs=max(num_logprobs, -1), backend="jax"), model)
+    for num_tokens in (128, 2048):
+        hidden = np.zeros((num_tokens, config.embed_dim), np.float32)
+        reading = Reading(places, places, num_tokens, num, "raw_logprobs", ids)
+        memory = run.lower(weights, rows, hidden, reading).compile().memory_analysis()
+        assert planned / 3 < memory.temp_size_in_bytes + 2 * memory.output_size_in_bytes < planned
 
 
 def test_set_rows_aliases_the_rows():
