@@ -186,6 +186,14 @@ WORKING = (
         checks.flag,
     ),
     Argument(
+        "max_num_queued_reqs",
+        "int",
+        None,
+        "requests of add_request and AsyncLLM that may wait beside those that run; more raise QueueFullError. "
+        "None: any number",
+        integers(0),
+    ),
+    Argument(
         "max_num_seqs", "int", 32, "requests that run at a time; on a GPU 256, of 70 GiB or more 1024", integers(1)
     ),
     Argument(
@@ -336,7 +344,6 @@ LATER = (
     Later("guided_decoding_backend", None, "structured output", ("auto",)),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),
-    Later("max_num_queued_reqs", None, "a bound on the queue"),
     Later("num_scheduler_steps", 1, "several steps at a time"),
     Later("additional_config", None, "options of a plugin", ({},)),
     Later("host", None, SERVER),

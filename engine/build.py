@@ -96,6 +96,12 @@ def build(config: EngineConfig, weights: Any = None) -> Parts:
     )
 
 
+def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that an engine of this configuration has. Reads no weights and starts no backend."""
+    needed = not config.skip_tokenizer_init and not isinstance(config.model, ModelSpec)
+    return _tokenizer(config, open_checkpoint(config) if needed else None)
+
+
 def open_checkpoint(config: EngineConfig) -> Checkpoint:
     """The checkpoint that the config names; its tensors are not read yet."""
     return open_model(

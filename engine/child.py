@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from .errors import OctavoError
+
 CODE = (
     "import sys; sys.path[:] = sys.argv[5:]; from importlib import import_module; "
     "import_module(sys.argv[1]).run(*sys.argv[2:5])"
@@ -101,7 +103,7 @@ def portable(error: BaseException) -> BaseException:
 
     One that does not survive pickling becomes a RuntimeError of the same words.
     """
-    if not isinstance(error, ValueError | NotImplementedError):
+    if not isinstance(error, ValueError | NotImplementedError | OctavoError):
         error.add_note("in another process:\n" + "".join(traceback.format_exception(error)).rstrip())
     try:
         pickle.loads(pickle.dumps(error))

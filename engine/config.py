@@ -51,6 +51,7 @@ class EngineConfig:
     compile_cache_dir: str | None
     max_model_len: int | None
     allow_auto_truncate: bool
+    max_num_queued_reqs: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool

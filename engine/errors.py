@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 
-class EngineDeadError(RuntimeError):
+class OctavoError(RuntimeError):
+    """One of these."""
+
+
+class EngineDeadError(OctavoError):
     """The engine's process has ended. Nothing more will come of it; make a new AsyncLLM."""
 
 
-class RequestFailedError(RuntimeError):
+class RequestFailedError(OctavoError):
     """A step failed and ended the requests that were running. The engine serves on: the request may be tried again."""
 
 
-class QueueFullError(RuntimeError):
+class QueueFullError(OctavoError):
     """As many requests wait as max_num_queued_reqs allows."""
 
 
-class TokenizerDiedError(RuntimeError):
+class TokenizerDiedError(OctavoError):
     """The tokenizer's process ended several times at the same text."""

@@ -16,6 +16,8 @@ from .build import build
 from .checks import integer, sequence
 from .config import engine_config
 from .edits import edits_of
+from .engine_stats import EngineStats, stats_of
+from .errors import QueueFullError
 from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric
@@ -206,9 +208,24 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queues one request; step() returns its outputs. Raises ValueError for what can never be served."""
+        """Queues one request; step() returns its outputs.
+
+        Raises ValueError for what can never be served, QueueFullError beyond max_num_queued_reqs.
+        """
         members = self._members(request_id, prompt, params, priority, cache_salt)
+        self._check_queue(request_id, len(members))
         self._admit(request_id, members, prompt, queued=True)
+
+    def _check_queue(self, request_id: str, num_new: int) -> None:
+        most, s = self.config.max_num_queued_reqs, self.scheduler
+        if most is None:
+            return
+        with self.lock:
+            num_waiting = max(0, len(s.alive) + num_new - s.limits.max_num_seqs)
+        if num_waiting > most:
+            raise QueueFullError(
+                f"request {request_id!r} is refused: {num_waiting} would wait, and max_num_queued_reqs is {most}"
+            )
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """Ends requests and frees their blocks at once; ids that are not running are passed over."""
@@ -398,6 +415,11 @@ class LLM:
                 "disable_log_stats=True: there are no metrics; LLM(..., disable_log_stats=False) keeps them"
             )
         return Exporter(self.metrics, self.config, self.memory_plan)
+
+    def get_stats(self) -> EngineStats:
+        """How the engine stands."""
+        with self.lock:
+            return stats_of(self.scheduler)
 
     def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
         """Changes how much runs at a time, from the next step on; None: as it is.

@@ -7,6 +7,7 @@ of one is replaced, and the job done again.
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 import weakref
@@ -175,7 +176,7 @@ def _hand_over(shared: _Shared, job: _Job, child: Child | None) -> Child | None:
         try:
             child = child or shared.start()
             with Caught() as unsendable:
-                message = _pickled(job)
+                message = pickle.dumps((job.method, job.arguments, job.keywords))
             if unsendable.error is not None:
                 job.future.set_exception(unsendable.error)
                 return child
@@ -199,12 +200,6 @@ def _hand_over(shared: _Shared, job: _Job, child: Child | None) -> Child | None:
     what = "the tokenizer pool was closed" if shared.closed else f"{TRIES} tokenizer processes ended at this text"
     job.future.set_exception(TokenizerDiedError(what))
     return None
-
-
-def _pickled(job: _Job) -> bytes:
-    from multiprocessing.reduction import ForkingPickler
-
-    return bytes(ForkingPickler.dumps((job.method, job.arguments, job.keywords)))
 
 
 def _do(job: _Job, tokenizer: Tokenizer | None) -> None:

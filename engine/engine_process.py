@@ -1,0 +1,151 @@
+"""The engine's process: an LLM, fed by one pipe, telling its news through another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+
+from .child import GONE, Caught, portable
+from .errors import RequestFailedError
+from .llm import LLM
+from .messages import QUESTIONS, Abort, Add, Answer, Ask, Command, Ended, Failed, News, Ready, Report, Start
+from .outputs import RequestOutput
+
+log = logging.getLogger("octavo")
+
+
+def serve(commands: Connection, results: Connection) -> None:
+    """The life of the process. It ends when its commands do."""
+    try:
+        start: Start = commands.recv()
+    except GONE:
+        return
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log.setLevel(start.log_level)
+    inbox: SimpleQueue[Command] = SimpleQueue()
+    threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()
+    with Caught() as caught:
+        llm = LLM(start.model, weights=start.weights, **start.arguments)
+    if caught.error is not None:
+        results.send(Failed(portable(caught.error)))
+        return
+    plan, params = llm.memory_plan, llm.get_default_sampling_params()
+    results.send(Ready(plan.max_model_len, llm.model.vocab_size, tuple(plan.num_blocks), params))
+    del start
+    Engine(llm, inbox, results).run()
+
+
+def _listen(commands: Connection, inbox: SimpleQueue[Command]) -> None:
+    """Passes commands on. Ends the process with them: whoever gave them is gone, and a step may take long."""
+    try:
+        while True:
+            inbox.put(commands.recv())
+    except GONE:
+        os._exit(0)
+
+
+class Engine:
+    """Steps while there is work, sleeps while there is none."""
+
+    def __init__(self, llm: LLM, inbox: SimpleQueue[Command], results: Connection):
+        self.llm, self.inbox, self.results = llm, inbox, results
+        self.numbers: dict[str, int] = {}  # of the requests that are alive, by id
+        self.names: dict[int, str] = {}
+        self.told: set[int] = set()  # whose prompt's ids have been sent
+
+    def run(self) -> None:
+        """Serves until the process ends."""
+        while True:
+            self._take_commands(wait=not self.llm.has_unfinished_requests())
+            if self.llm.has_unfinished_requests():
+                self._step()
+
+    def _take_commands(self, wait: bool) -> None:
+        """Does all that has been asked so far; with `wait`, waits for something first."""
+        try:
+            while True:
+                command = self.inbox.get(block=wait)
+                wait = False
+                self._do(command)
+        except Empty:
+            return
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Add):
+            self._add(command)
+        elif isinstance(command, Abort):
+            self._abort(command)
+        else:
+            self._answer(command)
+
+    def _add(self, add: Add) -> None:
+        llm = self.llm
+        with Caught() as caught:
+            params = llm.get_default_sampling_params() if add.params is None else add.params
+            llm.add_request(add.request_id, add.prompt, params, priority=add.priority, cache_salt=add.cache_salt)
+        if caught.error is not None:
+            self._send(Ended(add.number, portable(caught.error)))
+        else:
+            self.numbers[add.request_id], self.names[add.number] = add.number, add.request_id
+
+    def _abort(self, abort: Abort) -> None:
+        """Ends requests, and tells of them what has not been told. Those that have ended are passed over."""
+        llm, names = self.llm, [self.names[n] for n in abort.numbers if n in self.names]
+        families = [llm.processor.families[name] for name in names if name in llm.processor.families]
+        llm.abort(names)
+        self._tell([output for family in families if (output := llm.processor.news(family)) is not None])
+
+    def _answer(self, ask: Ask) -> None:
+        value = None
+        with Caught() as caught:
+            if ask.question not in QUESTIONS:
+                raise ValueError(f"unknown question {ask.question!r}")
+            value = getattr(self.llm, ask.question)(**ask.arguments)
+        self._send(Answer(ask.number, value, None if caught.error is None else portable(caught.error)))
+
+    def _step(self) -> None:
+        outputs: list[RequestOutput] = []
+        with Caught() as caught:
+            outputs = self.llm.step()
+        if caught.error is None:
+            self._tell(outputs)
+            return
+        # it has ended the requests that were running (decision 009)
+        log.error("a step failed and ends what was running", exc_info=caught.error)
+        error = RequestFailedError(f"a step failed: {type(caught.error).__name__}: {caught.error}")
+        for name, number in list(self.numbers.items()):
+            family = self.llm.processor.families.get(name)
+            if family is None or family.finished:
+                self.llm.abort(name)
+                self._forget(number)
+                self._send(Ended(number, error))
+
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        """Sends news, in one message."""
+        news = []
+        for output in outputs:
+            number = self.numbers[output.request_id]
+            if output.finished:
+                self._forget(number)
+            if number in self.told:
+                output = replace(output, prompt_token_ids=())
+            elif not output.finished:
+                self.told.add(number)
+            news.append((number, output))
+        if news:
+            self._send(News(tuple(news)))
+
+    def _forget(self, number: int) -> None:
+        del self.numbers[self.names.pop(number)]
+        self.told.discard(number)
+
+    def _send(self, report: Report) -> None:
+        try:
+            self.results.send(report)
+        except OSError:
+            # nobody is left to hear it
+            os._exit(0)

@@ -1,0 +1,145 @@
+"""The engine's process in trouble: killed, failing, orphaned. Nothing hangs, and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from async_engines import Embed, freed, gone, outputs_of, run, start
+from backends import BACKENDS
+from tiny import GREEDY, PROMPTS, TINY, spec_of
+
+from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
+from octavo.engine.child import Child
+
+LONG = replace(GREEDY, max_tokens=100)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AsyncLLM]:
+    """Slow, and failing while the file `trouble` is there."""
+    model = replace(spec_of(TINY), embed=Embed(0.002, str(tmp_path / "trouble")))
+    engine = start(request.param, model=model, enforce_eager=True)
+    yield engine
+    engine.shutdown()
+    assert not psutil.pid_exists(engine.client.child.pid)
+
+
+def test_a_killed_engine_is_an_error_for_all_that_is_open_and_all_that_comes(engine: AsyncLLM) -> None:
+    async def work() -> None:
+        await engine.check_health()
+        assert engine.is_running and not engine.errored
+        streams = [engine.generate(p, LONG) for p in PROMPTS[:6]]
+        await anext(streams[0])
+        tasks = [asyncio.create_task(outputs_of(s)) for s in streams]
+        await asyncio.sleep(0)
+        # its threads may answer until they are gone, so the question comes when nobody can
+        os.kill(engine.client.child.pid, signal.SIGSTOP)
+        tasks.append(asyncio.create_task(engine.get_stats()))
+        await asyncio.sleep(0.01)
+        os.kill(engine.client.child.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - begun < 5
+        assert [type(e) for e in errors] == [EngineDeadError] * 7
+        assert "exit status -9" in str(errors[0])
+        for call in (engine.check_health, engine.get_stats, lambda: outputs_of(engine.generate([1], GREEDY))):
+            with pytest.raises(EngineDeadError, match="exit status -9"):
+                await call()
+        assert engine.errored and not engine.is_running
+
+    run(work)
+
+
+def test_a_step_that_fails_ends_what_was_running_and_the_engine_serves_on(engine: AsyncLLM, tmp_path: Path) -> None:
+    async def work() -> None:
+        want = (await outputs_of(engine.generate(PROMPTS[0], GREEDY)))[-1].outputs
+        trouble = tmp_path / "trouble"
+        for _ in range(2):
+            streams = [engine.generate(p, LONG) for p in PROMPTS[:6]]
+            await anext(streams[0])
+            trouble.touch()
+            errors = await asyncio.gather(*map(outputs_of, streams), return_exceptions=True)
+            trouble.unlink()
+            assert [type(e) for e in errors] == [RequestFailedError] * 6
+            assert "device lost" in str(errors[0])
+            assert await freed(engine) and engine.is_running
+            assert (await outputs_of(engine.generate(PROMPTS[0], GREEDY)))[-1].outputs == want
+
+    run(work)
+
+
+def test_shutting_down_ends_what_is_open(engine: AsyncLLM) -> None:
+    async def work() -> None:
+        async with engine:
+            stream = engine.generate(PROMPTS[0], LONG)
+            await anext(stream)
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            await outputs_of(stream)
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            await engine.get_stats()
+
+    run(work)
+
+
+def test_an_engine_ends_with_the_process_that_started_it() -> None:
+    """Even if that is killed, and in the middle of a step."""
+    child = Child(__name__, "hold_an_engine")
+    child.commands.send(BACKENDS[0])
+    (pid,) = child.results.recv()
+    assert psutil.pid_exists(pid)
+    child.close()
+    assert gone([pid])
+
+
+def hold_an_engine(commands: Any, results: Any) -> None:
+    model = replace(spec_of(TINY), embed=Embed(0.002))
+    engine = start(commands.recv(), model=model, enforce_eager=True)
+
+    async def work() -> None:
+        async for _ in engine.generate(PROMPTS[0], LONG):
+            results.send([engine.client.child.pid])
+            await asyncio.sleep(60)
+
+    run(work)
+
+
+def test_a_process_that_dies_while_it_starts_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineDeadError, match="exit status 1"):
+        start(BACKENDS[0])
+
+
+def script(text: str, folder: Path) -> str:
+    """What a script prints. It has no `if __name__ == "__main__"`, and its engine is left to the end of the process."""
+    path = folder / "script.py"
+    path.write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_script_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    out = script(
+        f"import sys; sys.path.insert(0, {str(tests)!r})\n"
+        "from async_engines import outputs_of, run, start\n"
+        f"engine = start({BACKENDS[0]!r})\n"
+        "outputs = run(lambda: outputs_of(engine.generate([1, 2, 3])))\n"
+        "print(engine.client.child.pid, len(outputs[-1].outputs[0].token_ids))\n",
+        tmp_path,
+    )
+    pid, count = map(int, out.split())
+    assert count == 16 and gone([pid])
