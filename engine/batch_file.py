@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -73,7 +73,7 @@ def check_line(value: dict[str, Any]) -> tuple[str, str, Any]:
     return value["custom_id"], value["url"], value.get("body")
 
 
-def success(line: Line, body: dict[str, Any], request_id: str | None) -> bytes:
+def success(line: Line, body: Mapping[str, Any], request_id: str | None) -> bytes:
     """The result of a request that was served."""
     response = {"status_code": 200, "request_id": request_id or line.id.removeprefix("batch_"), "body": body}
     return _result(line, response, None)

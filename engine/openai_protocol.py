@@ -23,7 +23,7 @@ SAMPLING = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids")
     + ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs")
     + ("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens")
-    + ("truncation_side",)
+    + ("truncation_side", "prompt_logprob_start", "prompt_logprob_token_ids")
     + ("thinking_token_budget", "repetition_detection", "logprob_token_ids", "skip_reading_prefix_cache")
 )
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
@@ -85,6 +85,8 @@ class Ask:
     top_logprobs: int | None = None  # how many beside the sampled one; None: no logprobs
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # in logprobs, "token_id:5" instead of text
+    prompt_logprobs: bool = False  # those of the prompt in a field of their own
+    silent: bool = False  # what is generated is left out
     request_id: str | None = None
 
 
@@ -126,7 +128,7 @@ def check_model(body: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def chat_ask(body: Any, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> Ask:
     """What a body for /v1/chat/completions asks for. `defaults` are those of the checkpoint's generation_config."""
-    given = _given(body, CHAT)
+    given = given_fields(body, SAMPLING | COMMON | CHAT)
     messages = _messages(given)
     template = {name: given[name] for name in TEMPLATE if name in given and name != "chat_template_kwargs"}
     template |= _mapping(given, "chat_template_kwargs") or {}
@@ -141,32 +143,37 @@ def chat_ask(body: Any, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> As
     longest = given.get("max_completion_tokens", given.get("max_tokens", defaults.get("max_tokens")))
     last = messages[-1]
     echo = last["content"] if _flag(given, "echo") and last["role"] == "assistant" else False
-    return _ask(given, defaults, (_salted({"prompt_token_ids": ids}, given),), True, top, longest, echo)
+    shown = given.get("prompt_logprobs") is not None
+    answer = {"chat": True, "top_logprobs": top, "echo": echo, "prompt_logprobs": shown}
+    return _ask(given, defaults, [_salted({"prompt_token_ids": ids}, given)], longest, answer)
 
 
 def completion_ask(body: Any, tokenizer: Tokenizer | None, defaults: Mapping[str, Any]) -> Ask:
     """What a body for /v1/completions asks for."""
-    given = _given(body, COMPLETION)
+    given = given_fields(body, SAMPLING | COMMON | COMPLETION)
     top = given.get("logprobs")
-    top = None if top is None else _checked(integer, "logprobs", top, 0)
-    prompts = _prompts(given.get("prompt"))
-    if not given.get("add_special_tokens", True):
+    top = None if top is None else checked(integer, "logprobs", top, 0)
+    prompts = prompts_of(given.get("prompt"))
+    if not _flag(given, "add_special_tokens", True):
         prompts = [_unmarked(p, tokenizer) for p in prompts]
-    echo = _flag(given, "echo")
+    echo, longest = _flag(given, "echo"), given.get("max_tokens", 16)
+    shown = given.get("prompt_logprobs") is not None
     if echo and top is not None:
         given = {"prompt_logprobs": top, **given}
-    return _ask(
-        given, defaults, tuple(_salted(p, given) for p in prompts), False, top, given.get("max_tokens", 16), echo
-    )
+    # how clients have a text scored: nothing is to be generated, and the engine makes no less than a token
+    if silent := echo and longest == 0 and not isinstance(longest, bool):
+        longest = 1
+    answer = {"chat": False, "top_logprobs": top, "echo": echo, "silent": silent, "prompt_logprobs": shown}
+    return _ask(given, defaults, [_salted(p, given) for p in prompts], longest, answer)
 
 
-def _given(body: Any, own: frozenset[str]) -> dict[str, Any]:
-    """The fields that are not null. Raises RequestError for one that is unknown or not served."""
+def given_fields(body: Any, known: frozenset[str]) -> dict[str, Any]:
+    """The fields that are not null, and no labels. Raises RequestError for one that is unknown or not served."""
     if not isinstance(body, Mapping):
         raise RequestError(f"the body is {_kind(body)}, not an object", param="body")
     for name in body:
         try:
-            check_names("field", [name], SAMPLING | COMMON | LABELS | own | REFUSED.keys())
+            check_names("field", [name], known | LABELS | REFUSED.keys())
         except UnknownArgumentError as error:
             raise RequestError(str(error), param=name, code="unknown_parameter") from None
     given = {name: value for name, value in body.items() if value is not None and name not in LABELS}
@@ -180,14 +187,13 @@ def _given(body: Any, own: frozenset[str]) -> dict[str, Any]:
 def _ask(
     given: Mapping[str, Any],
     defaults: Mapping[str, Any],
-    prompts: tuple[Prompt, ...],
-    chat: bool,
-    top: int | None,
-    longest: Any,
-    echo: str | bool,
+    prompts: Sequence[Prompt],
+    max_tokens: Any,
+    answer: Mapping[str, Any],
 ) -> Ask:
+    """The fields that both kinds of body have; `answer` holds those of Ask that only the caller knows."""
     sampling = {**defaults, **{name: given[name] for name in SAMPLING if name in given}}
-    sampling |= {"max_tokens": longest, "logprobs": top, **_constraint(given)}
+    sampling |= {"max_tokens": max_tokens, "logprobs": answer["top_logprobs"], **constraint_of(given)}
     if "logit_bias" in given:
         sampling["logit_bias"] = _logit_bias(given["logit_bias"])
     if "vllm_xargs" in given:
@@ -196,17 +202,15 @@ def _ask(
     if options is not None and not given.get("stream"):
         raise RequestError("stream_options needs stream=true", param="stream_options")
     return Ask(
-        chat=chat,
-        prompts=prompts,
+        prompts=tuple(prompts),
         params=SamplingParams(**sampling),
-        priority=_checked(integer, "priority", given.get("priority", 0)),
+        priority=checked(integer, "priority", given.get("priority", 0)),
         stream=_flag(given, "stream"),
         stream_options=options,
-        echo=echo,
-        top_logprobs=top,
         return_token_ids=_flag(given, "return_token_ids"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
-        request_id=_text(given, "request_id"),
+        request_id=text_of_field(given, "request_id"),
+        **answer,
     )
 
 
@@ -243,12 +247,12 @@ def _part(part: Any, where: str) -> str:
     return part["text"]
 
 
-def _prompts(prompt: Any) -> list[dict[str, Any]]:
+def prompts_of(prompt: Any, name: str = "prompt") -> list[dict[str, Any]]:
     """One prompt or many: text, a list of texts, ids, or a list of lists of ids."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise RequestError(f"prompt is {_kind(prompt)}, not text, token ids or a list of these", param="prompt")
+        raise RequestError(f"{name} is {_kind(prompt)}, not text, token ids or a list of these", param=name)
     if all(isinstance(p, str) for p in prompt):
         return [{"prompt": p} for p in prompt]
     if all(isinstance(p, list) for p in prompt):
@@ -273,7 +277,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
         return 0 if wanted else None
     if not wanted and top != 0:
         raise RequestError(f"top_logprobs {top!r} needs logprobs=true", param="top_logprobs")
-    top = _checked(integer, "top_logprobs", top, 0, MAX_TOP_LOGPROBS)
+    top = checked(integer, "top_logprobs", top, 0, MAX_TOP_LOGPROBS)
     return top if wanted else None
 
 
@@ -291,7 +295,7 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     return found
 
 
-def _constraint(given: Mapping[str, Any]) -> dict[str, Any]:
+def constraint_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The grammar that response_format or structured_outputs asks for, as a field of SamplingParams."""
     own, form = given.get("structured_outputs"), _mapping(given, "response_format")
     if form is None or form.get("type") == "text":
@@ -301,21 +305,25 @@ def _constraint(given: Mapping[str, Any]) -> dict[str, Any]:
     match form.get("type"):
         case "json_object":
             return {"structured_outputs": {"json_object": True}}
+        case "structural_tag":
+            return {"structured_outputs": {"structural_tag": {k: v for k, v in form.items() if k != "type"}}}
         case "json_schema":
             schema = form.get("json_schema")
             if not isinstance(schema, Mapping) or "schema" not in schema:
                 raise RequestError("response_format.json_schema has no schema", param="response_format")
             return {"structured_outputs": {"json": schema["schema"]}}
     raise RequestError(
-        f"response_format.type {form.get('type')!r} is none of text, json_object, json_schema", param="response_format"
+        f"response_format.type {form.get('type')!r} is none of text, json_object, json_schema, structural_tag",
+        param="response_format",
     )
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    return _checked(flag, name, given.get(name, False))
+def _flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    return checked(flag, name, given.get(name, default))
 
 
-def _text(given: Mapping[str, Any], name: str) -> str | None:
+def text_of_field(given: Mapping[str, Any], name: str) -> str | None:
+    """A field that is text of at least one character, if it is given."""
     value = given.get(name)
     if value is not None and (not isinstance(value, str) or not value):
         raise RequestError(f"{name} {value!r} is not a string of at least one character", param=name)
@@ -329,7 +337,8 @@ def _mapping(given: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return value
 
 
-def _checked(check: Callable[..., Any], name: str, value: Any, *bounds: float) -> Any:
+def checked(check: Callable[..., Any], name: str, value: Any, *bounds: Any) -> Any:
+    """check(name, value, *bounds); what is wrong is a RequestError of that field."""
     try:
         return check(name, value, *bounds)
     except ValueError as error:

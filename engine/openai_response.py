@@ -30,15 +30,15 @@ def response(
         "created": created,
         "model": model,
         "choices": [make(i, ask, output, sample, tokenizer) for i, (output, sample) in enumerate(pairs)],
-        "usage": usage(outputs),
+        "usage": usage(outputs, silent=ask.silent),
     }
 
 
-def usage(outputs: Iterable[RequestOutput]) -> dict[str, int]:
-    """How many tokens went in and came out. Each prompt counts once, whatever n is."""
+def usage(outputs: Iterable[RequestOutput], *, silent: bool = False) -> dict[str, int]:
+    """How many tokens went in and came out (none if silent). Each prompt counts once, whatever n is."""
     outputs = list(outputs)
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
-    completion = sum(len(sample.token_ids) for o in outputs for sample in o.outputs)
+    completion = 0 if silent else sum(len(sample.token_ids) for o in outputs for sample in o.outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -60,16 +60,20 @@ def _completion_choice(
     logprobs = None
     if ask.top_logprobs is not None:
         echoed = zip(output.prompt_token_ids, output.prompt_logprobs or ()) if ask.echo else ()
-        logprobs = _legacy(ask, [*echoed, *_positions(sample)], tokenizer)
-    return {"index": index, "text": before + sample.text, "logprobs": logprobs} | _end(ask, output, sample)
+        logprobs = _legacy(ask, [*echoed, *(() if ask.silent else _positions(sample))], tokenizer)
+    text = before if ask.silent else before + sample.text
+    return {"index": index, "text": text, "logprobs": logprobs} | _end(ask, output, sample)
 
 
 def _end(ask: Ask, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
     """What both kinds of choice end with; stop_reason and what follows it are vLLM's."""
     end: dict[str, Any] = {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+    if ask.silent:
+        end = {"finish_reason": "length", "stop_reason": None}
     if ask.return_token_ids:
-        end |= {"token_ids": list(sample.token_ids), "prompt_token_ids": list(output.prompt_token_ids)}
-    if ask.params.prompt_logprobs is not None:
+        ids = [] if ask.silent else list(sample.token_ids)
+        end |= {"token_ids": ids, "prompt_token_ids": list(output.prompt_token_ids)}
+    if ask.prompt_logprobs:
         end["prompt_logprobs"] = [None if at is None else _entries(at) for at in output.prompt_logprobs or ()]
     return end
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .batch_file import FileResults, Line, PipeResults, Results, check_line, failure, read_lines, success
 from .llm import LLM
+from .openai_embeddings import EmbeddingAsk, embedding_ask, embedding_response
 from .openai_protocol import Ask, RequestError, chat_ask, check_model, completion_ask, served_names
 from .openai_response import response
 from .outputs import RequestOutput
 from .progress import Progress
 from .sampling_params import RequestOutputKind, SamplingParams
 
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 # samples in the engine at a time: twice what runs, so that a seat that gets free is taken in the next step
 IN_FLIGHT = 2
 # lines read and not yet written, for each sample that runs: those that are done wait for slower ones before them
@@ -58,7 +61,7 @@ class Entry:
     """A line that has been read and whose result is not written yet."""
 
     line: Line
-    ask: Ask | None = None
+    ask: Ask | EmbeddingAsk | None = None
     model: str = ""
     outputs: list[RequestOutput | None] = field(default_factory=list)
     result: bytes | None = None
@@ -126,13 +129,16 @@ class _Run:
         self.lines: Iterator[Line] = batch.lines
         self.unwritten: deque[Entry] = deque()
         self.home: dict[str, tuple[Entry, int]] = {}  # request id to the line, and which of its prompts
-        self.num_in_flight = 0  # samples
+        self.embeddings: list[Entry] = []  # to be served together
+        self.num_in_flight = 0  # samples and embeddings
         seats = llm.config.max_num_seqs
         self.most_in_flight, self.most_unwritten = IN_FLIGHT * seats, max(LEAST_UNWRITTEN, UNWRITTEN * seats)
 
     def run(self) -> None:
         try:
             while self._feed() or self.unwritten:
+                if self.embeddings:
+                    self._embed()
                 self._write()
                 if self.home:
                     for output in self.llm.step():
@@ -162,33 +168,58 @@ class _Run:
         self.batch.check_new(custom_id, entry.line)
         entry.ask = ask = self._ask(url, body)
         entry.model = check_model(body, self.batch.names)
+        if isinstance(ask, EmbeddingAsk):
+            self.embeddings.append(entry)
+            self.num_in_flight += len(ask.prompts)
+            return
         if ask.stream:
             raise RequestError("stream=true: a batch has nobody to stream to", param="stream")
         names = [f"{entry.line.id}-{i}" for i in range(len(ask.prompts))]
         entry.outputs = [None] * len(names)
         try:
             for i, (name, prompt) in enumerate(zip(names, ask.prompts)):
-                self.llm.add_request(name, prompt, self._params(entry, i), priority=ask.priority)
+                self.llm.add_request(name, prompt, self._params(entry, ask, i), priority=ask.priority)
                 self.home[name] = (entry, i)
                 self.num_in_flight += ask.params.n
         except BaseException:
             self._drop(names)
             raise
 
-    def _ask(self, url: str, body: Any) -> Ask:
+    def _ask(self, url: str, body: Any) -> Ask | EmbeddingAsk:
         match url:
             case "/v1/chat/completions":
                 return chat_ask(body, self.llm.get_tokenizer(), self.llm.defaults)
             case "/v1/completions":
                 return completion_ask(body, self.llm.tokenizer, self.llm.defaults)
-        raise RequestError(
-            f"url {url!r} is none of /v1/chat/completions, /v1/completions", param="url", status=404, code="unknown_url"
-        )
+            case "/v1/embeddings":
+                return embedding_ask(body)
+        raise RequestError(f"url {url!r} is none of {', '.join(URLS)}", param="url", status=404, code="unknown_url")
 
-    def _params(self, entry: Entry, index: int) -> SamplingParams:
+    def _embed(self) -> None:
+        """Serves the embeddings that are waiting. Requests in the engine go on meanwhile."""
+        entries, self.embeddings = self.embeddings, []
+        try:
+            self._embed_all(entries)
+        except ValueError:
+            # one of them cannot be served, and nothing has run
+            for entry in entries:
+                try:
+                    self._embed_all([entry])
+                except ValueError as error:
+                    self._fail(entry, error)
+        self.num_in_flight -= sum(len(entry.ask.prompts) for entry in entries if entry.ask)
+
+    def _embed_all(self, entries: list[Entry]) -> None:
+        asks = [entry.ask for entry in entries if isinstance(entry.ask, EmbeddingAsk)]
+        each = [(prompt, ask.params) for ask in asks for prompt in ask.prompts]
+        vectors = iter(self.llm.embed([p for p, _ in each], [params for _, params in each], use_tqdm=False))
+        for entry, ask in zip(entries, asks, strict=True):
+            body = embedding_response(ask, list(islice(vectors, len(ask.prompts))), model=entry.model)
+            self._succeed(entry, body, ask.request_id)
+
+    def _params(self, entry: Entry, ask: Ask, index: int) -> SamplingParams:
         """The params with a seed that follows from the line: a batch that was killed goes on as if it had not been."""
-        assert entry.ask is not None
-        params = entry.ask.params
+        params = ask.params
         seed = params.seed
         if seed is None:
             seed = int(entry.line.id.rsplit("_", 1)[1][:15], 16) ^ (self.llm.config.seed & (2**60 - 1))
@@ -197,7 +228,7 @@ class _Run:
 
     def _drop(self, names: list[str]) -> None:
         for name in names:
-            if (at := self.home.pop(name, None)) and at[0].ask:
+            if (at := self.home.pop(name, None)) and isinstance(at[0].ask, Ask):
                 self.num_in_flight -= at[0].ask.params.n
                 self.llm.abort(name)
 
@@ -212,15 +243,18 @@ class _Run:
         if any(sample.finish_reason == "error" for o in done for sample in o.outputs):
             self._fail(entry, RequestError("the engine ended the request with an error", status=500))
             return
-        assert entry.ask is not None
+        assert isinstance(entry.ask, Ask)
         request_id = entry.line.id.removeprefix("batch_req_")
         body = response(
             entry.ask, done, self.llm.tokenizer, request_id=request_id, created=int(time.time()), model=entry.model
         )
-        entry.num_tokens = body["usage"]["completion_tokens"]
+        self._succeed(entry, body, entry.ask.request_id)
+
+    def _succeed(self, entry: Entry, body: Mapping[str, Any], request_id: str | None) -> None:
+        entry.num_tokens = body["usage"].get("completion_tokens", 0)
         self.batch.summary.num_prompt_tokens += body["usage"]["prompt_tokens"]
         self.batch.summary.num_completion_tokens += entry.num_tokens
-        entry.result = success(entry.line, body, entry.ask.request_id)
+        entry.result = success(entry.line, body, request_id)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         entry.result = failure(entry.line, error)

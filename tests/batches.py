@@ -10,7 +10,7 @@ import tokenizers
 from backends import BACKENDS
 from tiny import VOCAB
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ mood }}"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai.types
 import openai.types.chat
 import pytest
 from batches import ENGINE, model_folder
 
 from octavo.engine import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
+from octavo.engine.openai_embeddings import embedding_ask, embedding_response
 from octavo.engine.openai_protocol import (
     CHAT,
     COMMON,
@@ -24,11 +27,13 @@ from octavo.engine.openai_protocol import (
     chat_ask,
     check_model,
     completion_ask,
+    constraint_of,
     error_object,
     error_status,
     served_names,
 )
 from octavo.engine.openai_response import response, usage
+from octavo.engine.pooling import PoolingParams
 from octavo.engine.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
@@ -64,6 +69,14 @@ HONOURED = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "skip_reading_prefix_cache": True,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "bad_words": ("a", "b"),
+    "allowed_token_ids": (4, 5),
+    "logprob_token_ids": (4, 5),
+    "prompt_logprobs": 3,
+    "prompt_logprob_token_ids": ((1, 2), (3,)),
     "truncate_prompt_tokens": 5,
     "truncation_side": "right",
 }
@@ -76,6 +89,41 @@ def test_sampling_fields_reach_the_engine(tokenizer: Tokenizer, name: str) -> No
     assert completion(**body).params == SamplingParams(**{name: value})
     chat = chat_ask({"messages": MESSAGES, **body}, tokenizer, {})
     assert chat.params == SamplingParams(max_tokens=None, **{name: value})
+
+
+def test_the_constant_is_complete() -> None:
+    """But for what another field must go with, and what the engine does not take yet."""
+    later = {"thinking_token_budget", "repetition_detection"}
+    assert SAMPLING - HONOURED.keys() == later | {"prompt_logprob_start"}
+    both = {"prompt_logprobs": 1, "prompt_logprob_start": 3}
+    assert completion(**both).params == SamplingParams(**both)
+
+
+def test_a_bias_names_tokens_as_strings_and_is_clamped() -> None:
+    ask = completion(logit_bias={"3": 500, "4": -0.5, "5": -1e9})
+    assert ask.params.logit_bias == {3: 100.0, 4: -0.5, 5: -100.0}
+    assert completion(vllm_xargs={"mine": {"strength": 2}}).params.extra_args == {"mine": {"strength": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ({}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+            {"json": {"type": "null"}},
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [1], "triggers": ["a"]}},
+            {"structural_tag": {"structures": [1], "triggers": ["a"]}},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ],
+)
+def test_what_a_format_asks_for(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert constraint_of(given) == ({"structured_outputs": wanted} if wanted else {})
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING))
@@ -236,6 +284,59 @@ def test_a_completions_answer_is_one_to_openais_client(llm: LLM, tokenizer: Toke
         assert all(len(top) == 2 for top in logprobs.top_logprobs)
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
             assert choice.text.startswith(token.strip(), offset + len(token) - len(token.strip()))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_an_echo_has_the_logprobs_of_the_prompt(llm: LLM, tokenizer: Tokenizer, max_tokens: int) -> None:
+    body = {"prompt": "w1 w2 w3", "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+    ask = completion_ask(body, tokenizer, {})
+    made = answer(llm, ask)
+    params = SamplingParams(temperature=0, max_tokens=max(max_tokens, 1), logprobs=2, prompt_logprobs=2)
+    (output,), (choice,) = llm.generate("w1 w2 w3", params, use_tqdm=False), made["choices"]
+    sample, logprobs = output.outputs[0], choice["logprobs"]
+    assert choice["text"] == "w1 w2 w3" + (sample.text if max_tokens else "")
+    assert made["usage"]["completion_tokens"] == max_tokens
+    wanted = [at[i].logprob for i, at in zip([2, 3], output.prompt_logprobs[1:])]
+    wanted += [at[i].logprob for i, at in zip(sample.token_ids, sample.logprobs)] if max_tokens else []
+    assert logprobs["token_logprobs"] == [None, *wanted]
+    assert logprobs["top_logprobs"][0] is None and all(len(top) == 2 for top in logprobs["top_logprobs"][1:])
+    assert [t.strip() for t in logprobs["tokens"][:3]] == ["w1", "w2", "w3"]
+    # only where it is asked for by its own name
+    assert "prompt_logprobs" not in choice
+    asked = answer(llm, completion_ask({"prompt": [1, 2], "prompt_logprobs": 1, "max_tokens": 1}, tokenizer, {}))
+    first, second = asked["choices"][0]["prompt_logprobs"]
+    assert first is None and second["2"].keys() == {"logprob", "rank", "decoded_token"}
+
+
+def test_embeddings_are_the_engines(llm: LLM) -> None:
+    body = {"input": ["w1 w2", "w3"], "dimensions": 8, "pooling": "mean", "normalize": False}
+    wanted = llm.embed(["w1 w2", "w3"], PoolingParams(pooling="mean", normalize=False, dimensions=8), use_tqdm=False)
+    vectors = [o.outputs.embedding for o in wanted]
+    for more in ({}, {"encoding_format": "base64"}):
+        ask = embedding_ask({**body, **more, "user": "me"})
+        made = embedding_response(ask, llm.embed(list(ask.prompts), ask.params, use_tqdm=False), model="m")
+        if more:
+            for entry in made["data"]:
+                entry["embedding"] = np.frombuffer(base64.b64decode(entry["embedding"]), "<f4").tolist()
+        read = openai.types.CreateEmbeddingResponse.model_validate(made, strict=True)
+        assert [d.embedding for d in read.data] == [pytest.approx(v) for v in vectors]
+        assert [d.index for d in read.data] == [0, 1]
+        assert (read.model, read.usage.prompt_tokens, read.usage.total_tokens) == ("m", 3, 3)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({}, "input is missing"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format 'hex'"),
+        ({"input": "x", "dimensions": 0}, "dimensions 0"),
+        ({"input": "x", "pooling": "max"}, "pooling 'max'"),
+        ({"input": "x", "temperature": 1}, "unknown field 'temperature'"),
+    ],
+)
+def test_what_is_wrong_in_an_embedding_is_said(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        embedding_ask(body)
 
 
 def hand_made(**more: Any) -> RequestOutput:

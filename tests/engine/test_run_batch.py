@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from backends import BACKENDS
-from batches import CHAT, ENGINE, comparable, line, model_folder, requests
+from batches import CHAT, EMBEDDINGS, ENGINE, comparable, line, model_folder, requests
 from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
@@ -92,6 +92,32 @@ def test_each_line_gets_what_generate_gives(llm: LLM, tmp_path: Path) -> None:
     assert [b["object"] for b in bodies] == ["text_completion"] * 2 + ["chat.completion", "text_completion"]
     assert [b["model"] for b in bodies] == [llm.config.model, "tiny-words", llm.config.model, llm.config.model]
     assert len({r["id"] for r in found} | {b["id"] for b in bodies}) == 8
+
+
+def test_embeddings_are_served_together_and_beside_others(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, embed = [], llm.embed
+
+    def count(prompts, *arguments, **names):
+        calls.append(len(prompts))
+        return embed(prompts, *arguments, **names)
+
+    monkeypatch.setattr(llm, "embed", count)
+    lines = [line("slow", prompt=[1], max_tokens=40, ignore_eos=True, temperature=0)]
+    lines += [line(str(i), EMBEDDINGS, input=[[i + 1, 2], [3]], dimensions=4) for i in range(12)]
+    found = results_of(llm, tmp_path, *lines, line("text", prompt=[1], max_tokens=2, temperature=0))
+    assert all(r["error"] is None for r in found)
+    assert [r["custom_id"] for r in found] == ["slow", *map(str, range(12)), "text"]
+    wanted = embed([p for i in range(12) for p in ([i + 1, 2], [3])], dimensions=4, use_tqdm=False)
+    got = [d["embedding"] for r in found[1:13] for d in r["response"]["body"]["data"]]
+    assert got == [pytest.approx(o.outputs.embedding, abs=1e-5) for o in wanted]
+    assert sum(calls) == 24 and len(calls) <= 6
+    # one that cannot be served does not spoil the others
+    bad = line("bad", EMBEDDINGS, input=[1] * 129)
+    first, second, third = results_of(llm, tmp_path, lines[1], bad, lines[2])
+    assert first["error"] is None is third["error"]
+    assert "prompt of 129 tokens" in second["error"]["message"]
 
 
 GOOD = {"prompt": [1, 2], "max_tokens": 2}
