@@ -53,15 +53,18 @@ class Parts:
     step_log: StepLog | None
 
 
-def build(config: EngineConfig, weights: Any = None) -> Parts:
-    """The parts of an engine. `weights` is a tree of arrays for a ModelSpec; None: from the checkpoint, or dummy."""
+def build(config: EngineConfig, weights: Any = None, backend: Backend | None = None) -> Parts:
+    """The parts of an engine. `weights` is a tree of arrays for a ModelSpec; None: from the checkpoint, or dummy.
+
+    `backend` takes the place of the one that the config names.
+    """
     checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
     model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
     divisors, options = divisors_of(config, model), _backend_options(config)
     device = find_platform(config.backend, config.device)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
-    backend = get_backend(config.backend, options | {"dtype": config.dtype})
+    backend = backend or get_backend(config.backend, options | {"dtype": config.dtype})
     available = host_memory(config) if device == "cpu" else backend.free_memory()
     plan = memory_plan(config, model, divisors=divisors, available=available, total=backend.total_memory())
     tokenizer = _tokenizer(config, checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -192,13 +192,14 @@ class Runner:
         """Starts one step. Programs run in stream order, so all that was launched before has then been written."""
         return self.launch_head(plan, self.launch_forward(plan), mask)
 
-    def launch_forward(self, plan: Plan) -> Hidden:
-        """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants."""
+    def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Hidden:
+        """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants, and the taps."""
         self._admit(plan.admitted)
         self._write_tables(plan.table_writes)
         self._move(plan.transfers)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size)
-        if inputs.decode:
+        inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
+        if inputs.decode and not taps:
             last, self.cache = self.forward(self.weights, self.cache, inputs)
             return Hidden(last, {})
         last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)

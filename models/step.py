@@ -9,6 +9,7 @@ from typing import Any
 from . import sampling as sampler
 from .interface import Array, CacheLayout, CacheState, ModelSpec, Output, Rope, Sampling, Step, StepInput, map_tree
 from .logit_edits import LogitsProcessor
+from .taps import TappedOps, Taps
 
 
 def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
@@ -52,24 +53,27 @@ def run_layers(
     ops: Any,
     model: ModelSpec,
     layout: CacheLayout,
-    tapped: dict[str, Array] | None = None,
+    taps: Taps | None = None,
 ) -> tuple[Array, CacheState]:
     """Embeds a step's tokens and runs every layer. Returns the hidden rows of all tokens, and the cache.
 
-    What inputs.taps name is put into `tapped`: "embed", or "layer.i", the rows behind layer i (the first is 0).
+    `taps` gets "embed", "layer.i" (the rows behind layer i; the first is 0), and what each op of a layer returns.
     """
     steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
     ops = ops.for_step(steps)
-    x_TE, tapped = model.embed(weights, steps[0], ops), {} if tapped is None else tapped
-    if "embed" in inputs.taps:
-        tapped["embed"] = x_TE
+    x_TE = model.embed(weights, steps[0], ops)
+    if taps:
+        taps.keep("embed", x_TE)
     home = {n: (g, i) for g, group in enumerate(model.groups) for i, n in enumerate(group.layers)}
-    groups, layer = [list(group) for group in cache.groups], ops.layer(model.layer)
+    groups = [list(group) for group in cache.groups]
+    # what a layer's ops return can be shown only if the layer is no program of its own
+    layer = model.layer if taps else ops.layer(model.layer)
     for n, w in enumerate(weights["layers"]):
         g, i = home[n]
-        x_TE, groups[g][i] = layer(w, groups[g][i], x_TE, steps[g], model.attention[n], ops, layout)
-        if f"layer.{n}" in inputs.taps:
-            tapped[f"layer.{n}"] = x_TE
+        layer_ops = TappedOps(ops, taps, f"layer.{n}", w) if taps else ops
+        x_TE, groups[g][i] = layer(w, groups[g][i], x_TE, steps[g], model.attention[n], layer_ops, layout)
+        if taps:
+            taps.keep(f"layer.{n}", x_TE)
     computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
     return x_TE, CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
 
@@ -106,10 +110,11 @@ def forward_all(
 
     None of them has been through the final norm but "norm". Padding has rows too, of no meaning.
     """
-    tapped: dict[str, Array] = {}
-    x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout, tapped=tapped)
-    if "norm" in inputs.taps:
-        tapped["norm"] = model.norm(weights, x_TE, ops)
+    taps = Taps(inputs.taps) if inputs.taps else None
+    x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout, taps=taps)
+    if taps and taps.wants("norm"):
+        taps.keep("norm", model.norm(weights, x_TE, ops))
+    tapped = taps.found if taps else {}
     return last_rows(x_TE, inputs, max_num_seqs, ops), {"last": x_TE} | tapped, cache
 
 

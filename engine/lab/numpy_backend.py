@@ -1,0 +1,71 @@
+"""The oracle as a backend: float64 numpy on the host, a program being the function itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...models.interface import ArraySpec, map_tree
+from .numpy_ops import NumpyOps
+
+
+class NumpyBackend:
+    """Holds floats of every dtype as float64, and integers as they are."""
+
+    name, dtype, eager, threads = "numpy", "float64", True, 1
+
+    def __init__(self) -> None:
+        self.ops = NumpyOps()
+
+    def place(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
+        return np.array(x, self._dtype(spec))
+
+    place_weight = place
+
+    def zeros(self, spec: ArraySpec) -> np.ndarray:
+        return np.zeros(spec.shape, self._dtype(spec))
+
+    def declare(self, name: str, specs: Any) -> None:
+        """Nothing: there is one device."""
+
+    def compile(
+        self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
+    ) -> Callable[..., Any]:
+        """fn itself. What it consumes is not touched: scatter copies."""
+        return partial(fn, ops=self.ops)
+
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Nothing: nothing is compiled."""
+
+    def consume(self, tree: Any) -> Any:
+        return tree
+
+    def own(self, tree: Any) -> Any:
+        return tree
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def prefetch(self, x: np.ndarray) -> None:
+        """Nothing: it is on the host."""
+
+    def read(self, x: np.ndarray) -> np.ndarray:
+        return np.array(x)
+
+    def read_tree(self, tree: Any) -> Any:
+        return map_tree(self.read, tree)
+
+    def free_memory(self) -> int | None:
+        return None
+
+    def num_compiles(self) -> int:
+        return 0
+
+    def _dtype(self, spec: ArraySpec) -> np.dtype:
+        dtype = np.dtype("float64" if spec.dtype is None or "float" in spec.dtype else spec.dtype)
+        return dtype

@@ -1,0 +1,96 @@
+"""The op table in float64 numpy: slow, and obvious enough to be believed. The oracle that backends are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+class NumpyOps:
+    """Every op that models and layouts call, without noise: the oracle draws nothing."""
+
+    xp = np
+
+    def __init__(self) -> None:
+        self.epsilons: dict[int, float] = {}  # what each norm was called with, by the id of its scale
+
+    def for_step(self, steps: Sequence[Any]) -> NumpyOps:
+        return self
+
+    def constrain(self, x: Array, now: tuple, then: tuple) -> Array:
+        return x
+
+    def prepare(self, weight: Array, spec: Any) -> Array:
+        return weight
+
+    def einsum(self, spec: str, x: Array, w: Array, out: tuple, reduce: str | None = None) -> Array:
+        return np.einsum(spec, x, w, optimize=True)
+
+    def embed(self, table_VE: Array, ids_T: Array) -> Array:
+        return table_VE[ids_T]
+
+    def rms_norm(self, x: Array, scale: Array, eps: float) -> Array:
+        self.epsilons[id(scale)] = eps
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+    def add_rms_norm(self, x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+        return x + y, self.rms_norm(x + y, scale, eps)
+
+    def gated_mlp_act(self, x_TXF: Array) -> Array:
+        gate_TF = x_TXF[:, 0]
+        return gate_TF / (1 + np.exp(-gate_TF)) * x_TXF[:, 1]
+
+    def rope_table(self, positions_T: Array, inv_freq_D: Array) -> tuple[Array, Array]:
+        angle_TD = positions_T[:, None] * inv_freq_D
+        return np.cos(angle_TD), np.sin(angle_TD)
+
+    def rope(self, x: Array, rope: Any) -> Array:
+        shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1] // 2)
+        cos, sin = rope.cos_TD.reshape(shape), rope.sin_TD.reshape(shape)
+        a, b = np.split(x, 2, -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(
+        self, q_TKGD: Array, k: Array, v: Array, order: str, step: Any, spec: Any, sinks: Array | None = None
+    ) -> Array:
+        """Token by token, over the keys that its sequence's block table names."""
+        out = np.zeros((*q_TKGD.shape[:3], v.shape[order.split().index("d")]))
+        to_npkd = [order.split().index(axis) for axis in "npkd"]
+        k, v = k.transpose(to_npkd), v.transpose(to_npkd)
+        for t in np.flatnonzero(step.is_real_T):
+            position, table_B = step.positions_T[t], step.block_tables_SB[step.seq_ids_T[t]]
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
+            at = np.arange(first, position + 1)
+            blocks, offsets = table_B[at // k.shape[1]], at % k.shape[1]
+            scores_KGM = np.einsum("kgd,mkd->kgm", q_TKGD[t], k[blocks, offsets]) * spec.scale
+            if spec.softcap is not None:
+                scores_KGM = spec.softcap * np.tanh(scores_KGM / spec.softcap)
+            if sinks is not None:
+                scores_KGM = np.concatenate([scores_KGM, sinks[..., None]], -1)
+            weights_KGM = np.exp(scores_KGM - scores_KGM.max(-1, keepdims=True))
+            weights_KGM /= weights_KGM.sum(-1, keepdims=True)
+            out[t] = np.einsum("kgm,mkd->kgd", weights_KGM[..., : len(at)], v[blocks, offsets])
+        return out
+
+    def arange(self, n: int, like: Array) -> Array:
+        return np.arange(n, dtype=like.dtype)
+
+    def scatter(self, dest: Array, at: tuple, values: Array) -> Array:
+        dest = dest.copy()
+        dest[at] = values
+        return dest
+
+    def argmax(self, x: Array) -> Array:
+        return x.argmax(-1).astype(np.int32)
+
+    def logsumexp(self, x: Array) -> Array:
+        top = x.max(-1, keepdims=True)
+        return np.log(np.exp(x - top).sum(-1)) + top[..., 0]
+
+    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
+        ids = np.argsort(-x, -1, kind="stable")[..., :k]
+        return np.take_along_axis(x, ids, -1), ids.astype(np.int32)
