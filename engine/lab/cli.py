@@ -1,4 +1,4 @@
-"""Commands of the laboratory: replay, explain, simulate."""
+"""Commands of the laboratory: replay, explain, crosscheck, simulate."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command(context_settings=TAKES_MORE, epilog="Other engine arguments override the logged ones.")(replay)
     app.command()(explain)
+    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(crosscheck)
     app.command()(simulate)
 
 
@@ -133,3 +134,49 @@ def _cost(given: str | None, measured: str | None) -> Any:
     if given is None:
         return Cost()
     return cost_from(json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))
+
+
+def crosscheck(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="An alias, a folder or a .gguf file.")] = "smollm2",
+    against: Annotated[
+        str, typer.Option(help="oracle, hf, or backend:attention; the first decides what is run.")
+    ] = "oracle,torch:reference,torch:cpu",
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be repeated.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated behind each prompt.")] = 8,
+    free_running: Annotated[bool, typer.Option(help="Also let each go on from its own tokens.")] = True,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Runs the same steps on several implementations: where do they part, in which layer and op? Exit status 1 then."""
+    with reporting(debug):
+        from .crosscheck import crosscheck as run
+        from .prompts import default_prompts, tokenized
+
+        prompts = tokenized(model, prompt or default_prompts())
+        found = run(
+            model,
+            [name.strip() for name in against.split(",")],
+            prompts=prompts,
+            max_tokens=max_tokens,
+            free_running=free_running,
+            **engine_arguments(context.args),
+        )
+        if as_json:
+            print(json.dumps([c.to_json() for c in found]))
+        else:
+            _show_comparisons(found)
+        if not all(c.ok for c in found):
+            raise typer.Exit(1)
+
+
+def _show_comparisons(found: Any) -> None:
+    """Faults first, a line each; then the implementations; then the errors of each op, the worst of all layers."""
+    for c in found:
+        print(f"{c.name}: {c.fault or f'agrees with {c.reference}'}")
+    names = {"name": "name", "num_tokens": "tokens", "num_agreeing": "equal", "num_ties": "ties"}
+    names |= {"free_agreement": "free", "mean_kl": "mean KL", "max_kl": "max KL"}
+    rows = [c.to_json() for c in found]
+    show([{new: row[old] for old, new in names.items()} for row in rows], False, title=f"against {found[0].reference}")
+    for c in found:
+        show(c.by_op(), False, title=f"{c.name}: errors by op, the worst of all layers")

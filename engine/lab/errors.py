@@ -31,6 +31,15 @@ class Error:
         self.ulps.update(ulp_bits(found, wanted))
         return rel_T
 
+    def ulp_summary(self) -> str:
+        """The distances that half of the numbers, 99 in 100, and all of them do not exceed."""
+        total, seen, marks = self.ulps.total(), 0, []
+        for bits, count in sorted(self.ulps.items()):
+            seen += count
+            while len(marks) < 3 and seen >= (0.5, 0.99, 1.0)[len(marks)] * total:
+                marks.append(str((1 << bits) - 1))
+        return " / ".join(marks)
+
     def to_json(self) -> dict[str, Any]:
         total = max(1, self.ulps.total())
         parts = {_bin(bits): count / total for bits, count in sorted(self.ulps.items())}

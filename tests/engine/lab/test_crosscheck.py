@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import BACKENDS
+from embedded import embedded_model
 from tiny import PROMPTS, SHARED, TINY, numpy_weights, spec_of
 
 from octavo.engine.lab import crosscheck as module
-from octavo.engine.lab.crosscheck import Comparison, Subject, crosscheck
+from octavo.engine.lab.crosscheck import Comparison, EngineSubject, crosscheck
 from octavo.engine.lab.errors import Error, kl_divergence, ulp_bits
 
 SOME = [SHARED + [3, 4], [1, 5, 9, 2], PROMPTS[3], SHARED + [3, 9]]
@@ -43,11 +44,11 @@ def test_the_reference_is_the_first_without_an_oracle():
     assert (found.name, found.reference, found.ok) == (other, reference, True)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Subject], None]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[EngineSubject], None]) -> None:
     """Has `fault` break every subject that is not the oracle."""
     made = module.make_subject
 
-    def broken(name: str, *args: Any) -> Subject:
+    def broken(name: str, *args: Any) -> EngineSubject:
         subject = made(name, *args)
         if name != "oracle":
             fault(subject)
@@ -56,19 +57,18 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Subject], None]) -> 
     monkeypatch.setattr(module, "make_subject", broken)
 
 
-def break_layer(subject: Subject, n: int, change: Callable[..., Any]) -> None:
+def break_layer(subject: EngineSubject, n: int, change: Callable[..., Any]) -> None:
     """Replaces the layer function in layer n: change(layer, args) -> what it returns."""
-    runner, layer = subject.runner, subject.parts.model.layer
+    layer = subject.parts.model.layer
     at = iter(range(1 << 30))
 
     def counted(*args: Any) -> Any:
         return change(layer, args) if next(at) % LAYERS == n else layer(*args)
 
     rebuild(subject, replace(subject.parts.model, layer=counted))
-    assert runner is subject.runner
 
 
-def rebuild(subject: Subject, model: Any) -> None:
+def rebuild(subject: EngineSubject, model: Any) -> None:
     """Compiles the runner's forward programs for another ModelSpec."""
     from functools import partial
 
@@ -114,7 +114,7 @@ def test_a_fault_is_named_by_layer_and_op(monkeypatch, backend, n, change, op):
 
 
 def test_a_wrong_entry_of_a_block_table_is_named(monkeypatch):
-    def fault(subject: Subject) -> None:
+    def fault(subject: EngineSubject) -> None:
         runner, write = subject.runner, subject.runner._write_tables
 
         def wrong(writes: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_wrong_entry_of_a_block_table_is_named(monkeypatch):
 def test_a_stale_last_block_of_a_hit_is_named(monkeypatch):
     """The last block that a request hits holds, on one side, what was there before."""
 
-    def fault(subject: Subject) -> None:
+    def fault(subject: EngineSubject) -> None:
         runner, admit = subject.runner, subject.runner._admit
 
         def stale(admitted: Any) -> None:
@@ -196,3 +196,38 @@ def test_kl_is_that_of_the_definition():
     a, b = rng.normal(size=(2, 3, 50))
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (b, a))
     np.testing.assert_allclose(kl_divergence(a, b), (p * np.log(p / q)).sum(-1))
+
+
+def break_rope_of_layer_7(subject: EngineSubject) -> None:
+    layer, at = subject.parts.model.layer, iter(range(1 << 30))
+
+    def counted(*args: Any) -> Any:
+        return wrong_rope(layer, args) if next(at) % 30 == 7 else layer(*args)
+
+    rebuild(subject, replace(subject.parts.model, layer=counted))
+
+
+@pytest.mark.slow
+def test_a_wrong_rope_in_smollm2_is_named_on_the_command_line(monkeypatch, capsys):
+    """In the report's first line; transformers, beside it, is not accused."""
+    from typer.testing import CliRunner
+
+    from octavo.engine.cli import app
+
+    made = module.make_subject
+
+    def broken(name: str, *args: Any) -> Any:
+        subject = made(name, *args)
+        if name == "torch:cpu":
+            break_rope_of_layer_7(subject)
+        return subject
+
+    monkeypatch.setattr(module, "make_subject", broken)
+    command = ["crosscheck", str(embedded_model()), "--against", "oracle,torch:cpu,hf", "--no-free-running"]
+    run = CliRunner().invoke(
+        app, [*command, "--prompt", "The printer folded the sheet three times", "--max-tokens", "2"]
+    )
+    assert run.exit_code == 1, run.output
+    first, second, *_ = run.stdout.splitlines()
+    assert first.startswith("torch:cpu: layer 7, rope: relative error")
+    assert second == "hf: agrees with oracle"
