@@ -8,7 +8,7 @@ from typing import Any
 
 from .interface import Array
 
-TAPPED = ("embed", "einsum", "rms_norm", "add_rms_norm", "rope", "attention", "gated_mlp_act")
+TAPPED = ("einsum", "rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act")
 
 
 class Taps:
@@ -31,8 +31,9 @@ class Taps:
 class TappedOps:
     """ops that show Taps what they return, as "prefix.name".
 
-    An op on a weight has the weight's name ("layer.7.qkv"), another its own ("layer.7.rope", then "layer.7.rope.#1").
-    add_rms_norm makes two: its sum is "residual".
+    An op on a weight has the weight's name ("layer.7.qkv"), another its own ("layer.7.attention"); what comes twice is
+    "layer.7.rope" and then "layer.7.rope.#1". The sum that add_rms_norm makes is "residual"; of rope_write there are
+    "rope" (the queries) and, as they are found in the cache, "rope.k" and "rope.v".
     """
 
     def __init__(self, ops: Any, taps: Taps, prefix: str, weights: Mapping[str, Any]):
@@ -46,10 +47,21 @@ class TappedOps:
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             out = op(*args, **kwargs)
-            whose = next((self.names[id(x)] for x in args if id(x) in self.names), name)
-            if name == "add_rms_norm":
-                self.taps.keep(f"{self.prefix}.residual", out[0])
-            self.taps.keep(f"{self.prefix}.{whose}", out[1] if name == "add_rms_norm" else out)
+            for part, value in self._parts(name, args, out):
+                self.taps.keep(f"{self.prefix}.{part}", value)
             return out
 
         return tapped
+
+    def _parts(self, name: str, args: tuple, out: Any) -> list[tuple[str, Array]]:
+        """What there is to keep of an op's result."""
+        whose = [self.names[id(x)] for x in args if id(x) in self.names] or [name]
+        if name == "add_rms_norm":
+            return [("residual", out[0]), (whose[0], out[1])]
+        if name == "qk_norm":
+            return list(zip(whose, out, strict=True))
+        if name == "rope_write":
+            (q_TKGD, pools), (*_, order, step) = out, args
+            at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
+            return [("rope", q_TKGD), *((f"rope.{part}", x[at]) for part, x in pools.items())]
+        return [(whose[0], out)]

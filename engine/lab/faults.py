@@ -15,7 +15,7 @@ JUMP = 10.0
 NOISE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float64": 1e-3}
 NOISE_OF_NORM = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "float64": 2e-6}
 OPS_ORDER = (
-    *("attn_norm", "qkv", "q_norm", "k_norm", "rope", "rope.#1", "attention", "out"),
+    *("attn_norm", "qkv", "q_norm", "k_norm", "rope", "rope.k", "rope.v", "attention", "out"),
     *("residual", "mlp_norm", "gate_up", "gated_mlp_act", "down"),
 )
 
@@ -98,7 +98,8 @@ def order_of(name: str) -> tuple[int, int]:
 
 def _order(layer: int | None, op: str) -> tuple[int, int]:
     if layer is None:
-        return -1, 0
+        # before all layers, or behind them
+        return (-1, 0) if op == "embed" else (1 << 30, 0)
     if op in ("", "output"):
         return layer, len(OPS_ORDER) + 1
     return layer, OPS_ORDER.index(op) if op in OPS_ORDER else len(OPS_ORDER)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ...models.interface import ArraySpec, map_tree
+from ...models.interface import ArraySpec, AttentionSpec, map_tree
 from .numpy_ops import NumpyOps
 
 
 class NumpyBackend:
     """Holds floats of every dtype as float64, and integers as they are."""
 
-    name, dtype, eager, threads = "numpy", "float64", True, 1
+    name, dtype, eager, threads, graph_tokens = "numpy", "float64", True, 1, None
 
     def __init__(self) -> None:
         self.ops = NumpyOps()
@@ -60,8 +60,17 @@ class NumpyBackend:
     def read_tree(self, tree: Any) -> Any:
         return map_tree(self.read, tree)
 
+    def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
+        return np.resize(x, spec.shape).astype(self._dtype(spec))
+
     def free_memory(self) -> int | None:
         return None
+
+    def total_memory(self) -> int | None:
+        return None
+
+    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+        return True
 
     def num_compiles(self) -> int:
         return 0

@@ -40,6 +40,9 @@ class NumpyOps:
     def add_rms_norm(self, x: Array, y: Array, scale: Array, eps: float) -> tuple[Array, Array]:
         return x + y, self.rms_norm(x + y, scale, eps)
 
+    def qk_norm(self, q: Array, k: Array, q_scale: Array, k_scale: Array, eps: float) -> tuple[Array, Array]:
+        return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+
     def gated_mlp_act(self, x_TXF: Array) -> Array:
         gate_TF = x_TXF[:, 0]
         return gate_TF / (1 + np.exp(-gate_TF)) * x_TXF[:, 1]
@@ -53,6 +56,14 @@ class NumpyOps:
         cos, sin = rope.cos_TD.reshape(shape), rope.sin_TD.reshape(shape)
         a, b = np.split(x, 2, -1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def rope_write(
+        self, q_TKGD: Array, new: dict[str, Array], rope: Any, pools: dict[str, Array], order: str, step: Any
+    ) -> tuple[Array, dict[str, Array]]:
+        if rope is not None:
+            q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
+        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
+        return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
 
     def attention(
         self, q_TKGD: Array, k: Array, v: Array, order: str, step: Any, spec: Any, sinks: Array | None = None
