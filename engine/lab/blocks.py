@@ -10,19 +10,24 @@ from ..runner import Runner
 APART = 1e-3  # relative to the greatest number of the block; content that was computed twice is far nearer
 
 
-def wrong_block(found: Runner, wanted: Runner, layer: int, chunk: Chunk) -> str | None:
-    """What is wrong with the blocks of a chunk's sequence in a layer; None if nothing is.
-
-    Both runners have had the same plans, so their tables are equal, and so is, but for rounding, what the blocks hold.
-    Of the last block only what is written counts, so it is compared if full.
-    """
-    g, i = next((g, x.layers.index(layer)) for g, x in enumerate(found.model.groups) if layer in x.layers)
+def wrong_entry(found: Runner, wanted: Runner, layer: int, chunk: Chunk) -> str | None:
+    """The first entry of a chunk's block table that is not the other runner's; both have had the same plans."""
+    g = next(g for g, group in enumerate(found.model.groups) if layer in group.layers)
     here, there = (r.tables[g][chunk.row] for r in (found, wanted))
     for j, (a, b) in enumerate(zip(here, there, strict=True)):
         if a != b:
             return f"block {j} of the sequence: the block table has {a}, and should have {b}"
+    return None
+
+
+def wrong_content(found: Runner, wanted: Runner, layer: int, chunk: Chunk) -> str | None:
+    """The first block of a chunk's sequence that holds other keys or values than the other runner's.
+
+    Of the last block only what is written counts, so it is compared if full.
+    """
+    g, i = next((g, x.layers.index(layer)) for g, x in enumerate(found.model.groups) if layer in x.layers)
     mine, theirs = (r.backend.read_tree(r.cache.groups[g][i]) for r in (found, wanted))
-    for j, block in enumerate(here[: (chunk.start + chunk.num_tokens) // found.block_size]):
+    for j, block in enumerate(found.tables[g][chunk.row][: (chunk.start + chunk.num_tokens) // found.block_size]):
         # the null block stands for what a window has forgotten
         for name in theirs if block else ():
             error = _apart(mine[name][block], theirs[name][block])

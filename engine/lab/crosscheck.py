@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..plan import Plan
-from .blocks import wrong_block
+from .blocks import wrong_content, wrong_entry
 from .errors import Error, kl_divergence
 from .faults import Fault, compare_norms, compare_taps, first_fault, split_name
 from .replay import LoggedStep
@@ -153,13 +153,14 @@ def compare_logits(mine_RV: np.ndarray, wanted_RV: np.ndarray, c: Comparison) ->
 
 
 def with_block(fault: Fault, plan: Plan, s: Subject, reference: Subject) -> Fault:
-    """The fault, with the block that is to blame if attention read other keys or values than the reference."""
-    if fault.op != "attention" or fault.layer is None:
+    """The fault, with the block that is to blame if the cache was written or read elsewhere, or holds something else."""
+    at_cache = fault.op in ("rope.k", "rope.v", "attention")
+    if not (at_cache and isinstance(s, EngineSubject) and isinstance(reference, EngineSubject)):
         return fault
-    if not (isinstance(s, EngineSubject) and isinstance(reference, EngineSubject)):
-        return fault
+    assert fault.layer is not None
     chunk = next(c for c in plan.chunks if c.request_id == fault.request_id)
-    return replace(fault, block=wrong_block(s.runner, reference.runner, fault.layer, chunk))
+    where = s.runner, reference.runner, fault.layer, chunk
+    return replace(fault, block=wrong_entry(*where) or (wrong_content(*where) if fault.op == "attention" else None))
 
 
 def agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ class NumpyOps:
 
     def for_step(self, steps: Sequence[Any]) -> NumpyOps:
         return self
+
+    def layer(self, fn: Callable) -> Callable:
+        return fn
 
     def constrain(self, x: Array, now: tuple, then: tuple) -> Array:
         return x

@@ -129,7 +129,7 @@ def test_a_wrong_entry_of_a_block_table_is_named(monkeypatch):
     plant(monkeypatch, fault)
     (found,) = check("oracle", f"{BACKENDS[0]}:reference", prompts=SOME[:1], free_running=False)
     assert found.fault is not None and found.fault.block is not None
-    assert (found.fault.layer, found.fault.op) == (0, "attention")
+    assert (found.fault.layer, found.fault.op) == (0, "rope.k")
     assert found.fault.block == "block 2 of the sequence: the block table has 2, and should have 3"
 
 
