@@ -153,7 +153,7 @@ def compare_logits(mine_RV: np.ndarray, wanted_RV: np.ndarray, c: Comparison) ->
 
 
 def with_block(fault: Fault, plan: Plan, s: Subject, reference: Subject) -> Fault:
-    """The fault, with the block that is to blame if the cache was written or read elsewhere, or holds something else."""
+    """The fault, with the block that is to blame if the cache was written or read elsewhere, or holds other content."""
     at_cache = fault.op in ("rope.k", "rope.v", "attention")
     if not (at_cache and isinstance(s, EngineSubject) and isinstance(reference, EngineSubject)):
         return fault
