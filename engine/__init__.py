@@ -8,6 +8,7 @@ from .llm import LLM
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .pooling import PoolingParams
 from .sampling_params import RequestOutputKind, SamplingParams
+from .structured_output_params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -24,4 +25,5 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

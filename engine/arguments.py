@@ -80,6 +80,39 @@ def model_length(name: str, value: Any) -> int:
     return -1 if value in (-1, "auto", "-1") else checks.size(name, value, 1)
 
 
+STRUCTURED_OUTPUTS = {
+    "backend": "auto",
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "compile_timeout": 10.0,
+    "compile_memory_gb": 2.0,
+    "compile_workers": 2,
+    "cache_size": 256,
+}
+# what only vLLM has
+LATER_STRUCTURED_OUTPUTS = {"disable_fallback": False, "reasoning_parser": "", "enable_in_reasoning": False}
+
+
+def structured_outputs_config(name: str, value: Any) -> dict[str, Any]:
+    """A dict of STRUCTURED_OUTPUTS, whole."""
+    given = {key: x for key, x in mapping(name, value).items() if x is not None}
+    checks.check_names(f"part of {name}", given, (*STRUCTURED_OUTPUTS, *LATER_STRUCTURED_OUTPUTS))
+    for key, default in LATER_STRUCTURED_OUTPUTS.items():
+        if given.pop(key, default) != default:
+            raise NotImplementedError(f"{name}: {key} is not supported yet")
+    parts = STRUCTURED_OUTPUTS | given
+    if parts["backend"] in ("xgrammar", "outlines", "lm-format-enforcer"):
+        raise NotImplementedError(f"{name}: backend {parts['backend']!r} is not supported: use 'guidance' or 'auto'")
+    checks.choice(f"{name}: backend", parts["backend"], ("auto", "guidance"))
+    for key in ("disable_any_whitespace", "disable_additional_properties"):
+        checks.flag(f"{name}: {key}", parts[key])
+    for key in ("compile_timeout", "compile_memory_gb"):
+        checks.number(f"{name}: {key}", parts[key], 0, 86400, open_low=True)
+    for key in ("compile_workers", "cache_size"):
+        checks.integer(f"{name}: {key}", parts[key], 1)
+    return parts
+
+
 def load_format(name: str, value: Any) -> str:
     if value in LATER_LOAD_FORMATS:
         raise NotImplementedError(f"load_format={value!r} is not supported yet: use one of {', '.join(LOAD_FORMATS)}")
@@ -269,6 +302,14 @@ WORKING = (
         choices(*MODES),
     ),
     Argument(
+        "structured_outputs_config",
+        "dict",
+        STRUCTURED_OUTPUTS,
+        "how outputs are held to a form (docs/structured_output.md): whitespace and additional properties in JSON; "
+        "seconds, GB and processes that compiling may take, and how many compiled grammars are kept",
+        structured_outputs_config,
+    ),
+    Argument(
         "disable_log_stats",
         "bool",
         True,
@@ -340,8 +381,7 @@ LATER = (
     Later("compilation_config", None, "compile levels", ({},)),
     Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
     Later("scheduler_cls", None, "a scheduler of one's own"),
-    Later("structured_outputs_config", None, "structured output"),
-    Later("guided_decoding_backend", None, "structured output", ("auto",)),
+    Later("guided_decoding_backend", None, "another grammar library", ("auto", "guidance")),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),
     Later("num_scheduler_steps", 1, "several steps at a time"),

@@ -106,6 +106,19 @@ def pack_bits(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(whole, axis=-1, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
+def all_allowed(num_rows: int, vocab_size: int) -> np.ndarray:
+    """A mask as pack_bits makes it, in which every token is allowed."""
+    return np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
+
+
+def allow(mask_W: np.ndarray, ids: Sequence[int], where: int) -> None:
+    """Allows these ids in one row of a mask if it allows the id `where`."""
+    bits = mask_W.view(np.uint8)
+    if bits[where // 8] >> where % 8 & 1:
+        for i in ids:
+            bits[i // 8] |= 1 << i % 8
+
+
 def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_size: int) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
 

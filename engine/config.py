@@ -69,6 +69,7 @@ class EngineConfig:
     max_logprobs: int
     logits_processors: tuple[LogitsProcessor, ...]
     logprobs_mode: str
+    structured_outputs_config: dict[str, Any]
     disable_log_stats: bool
     step_log: str | None
     given: frozenset[str] = frozenset()

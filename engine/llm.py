@@ -44,6 +44,7 @@ from .runner import Pending
 from .sampling_params import SamplingParams, request_key
 from .score import ScoreOutput, score
 from .stats import StatsLogger
+from .structured_output import StructuredOutput, StructuredOutputsConfig
 from .tokenizer import Tokenizer
 from .tokenizer_pool import TokenizerPool
 
@@ -69,6 +70,8 @@ class LLM:
         self.metrics = None if silent else EngineMetrics(self.scheduler, self.tokenizer_pool)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
+        form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
+        self.structured = StructuredOutput(form, self.tokenizer, self.model.vocab_size, self.eos_ids)
         self.unread: Pending | None = None
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}
@@ -192,6 +195,8 @@ class LLM:
                 piece, ended = member.stream.delta(), member.request.finish_reason
             if piece:
                 yield piece
+            elif ended == "error" and member.request.error is not None:
+                raise ValueError(f"request {family.id!r}: {member.request.error}")
             elif ended == "error":
                 raise RuntimeError(f"request {family.id!r} was ended by a step that failed in another call")
             elif ended:
@@ -267,26 +272,56 @@ class LLM:
                 # half done, here or on the device, or interrupted by the user: nobody can go on from it
                 self._abandon()
                 raise
-            return sum(r.samples for r in touched), families
+            return sum(r.samples and r.error is None for r in touched), families
 
     def _run_step(self) -> list[Request]:
-        """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous)."""
+        """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous).
+
+        Returns the requests that got a token, and those that ended because of their grammar.
+        """
+        for request in self.structured.take_ready():
+            self.scheduler.compiled(request)
         plan = self.scheduler.schedule()
         if self.metrics:
             self.metrics.planned(plan)
-        pending = self.runner.launch(plan) if plan else None
-        if self.config.async_scheduling:
-            pending, self.unread = self.unread, pending
-        touched = self._absorb(pending) if pending else []
+        if plan and self.structured.is_late(plan):
+            # only the head waits for the tokens that its mask depends on
+            hidden = self.runner.launch_forward(plan)
+            touched = self._read_last()
+            self.unread = self.runner.launch_head(plan, hidden, self.structured.mask(plan))
+        else:
+            pending = self.runner.launch(plan, self.structured.mask(plan)) if plan else None
+            if self.config.async_scheduling:
+                pending, self.unread = self.unread, pending
+            if plan is None and pending is None:
+                self.structured.wait()
+            touched = self._absorb(pending) if pending else []
         if self.metrics and self.stats:
             self.metrics.read(touched)
             self.stats.after_step()
-        return touched
+        return touched + self._end_failed()
+
+    def _read_last(self) -> list[Request]:
+        pending, self.unread = self.unread, None
+        return self._absorb(pending) if pending else []
+
+    def _end_failed(self) -> list[Request]:
+        """Ends requests that cannot go on in their grammar, and returns them."""
+        failed = self.structured.take_failed()
+        for request in failed:
+            if request.finish_reason is None:
+                self.scheduler.finish(request, "error")
+            request.finish_reason, request.stop_reason = "error", None
+            self.processor.finish(request)
+        if self.metrics and failed:
+            self.metrics.ended(failed)
+        return failed
 
     def _abandon(self) -> None:
         """Ends all requests with "error" and starts from an empty cache."""
         self.unread = None
         self.scheduler.abandon()
+        self.structured.clear()
         if self.metrics:
             self.metrics.ended(m.request for family in self.processor.families.values() for m in family.members)
         self.runner.reset()
@@ -302,6 +337,7 @@ class LLM:
         touched = self.scheduler.update(pending.plan, result.token_ids)
         if self.step_log:
             self.step_log.append(pending.plan, result.token_ids, result.digests)
+        touched = self.structured.take_tokens(touched)
         at = {chunk.request_id: i for i, chunk in enumerate(pending.plan.sampled)}
         for request in touched:
             if not request.samples:
@@ -358,6 +394,7 @@ class LLM:
 
     def _resolved(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
         """The params as this engine understands them, and the ids that end the request's text."""
+        self.structured.check(check_params(params))
         eos = frozenset() if check_params(params).ignore_eos else self.eos_ids
         has_tokenizer = self.tokenizer is not None
         return params.resolve(
@@ -370,6 +407,7 @@ class LLM:
             for request in members:
                 request.arrival = self.num_arrived
                 self.num_arrived += 1
+                self.structured.start(request)
                 self.scheduler.add(request)
                 if self.metrics:
                     self.metrics.queued(request)

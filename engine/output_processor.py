@@ -213,6 +213,7 @@ def _completion(m: Member, start: int = 0, text: str | None = None) -> Completio
         logprobs=m.logprobs[start:] if wanted else None,
         finish_reason=r.finish_reason,
         stop_reason=r.stop_reason,
+        error=r.error,
     )
 
 

@@ -78,6 +78,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    error: str | None = None  # what went wrong, of one that ended with "error"
 
     @property
     def finished(self) -> bool:
@@ -88,6 +89,8 @@ class CompletionOutput:
         parts += [f"finish_reason={self.finish_reason!r}"]
         if self.stop_reason is not None:
             parts.append(f"stop_reason={self.stop_reason!r}")
+        if self.error is not None:
+            parts.append(f"error={self.error!r}")
         if self.cumulative_logprob is not None:
             parts.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
         return f"CompletionOutput({', '.join(parts)})"

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     AFTER_PREEMPTION = "after_preemption"  # a step that preempts admits nobody
     # why a waiting one is set aside, without holding up those behind it
     IN_FLIGHT = "in_flight"  # preempted, with a token unread
+    GRAMMAR = "grammar"  # its grammar is being compiled
     SIBLING = "sibling"  # the first of its family computes the prompt
 
 

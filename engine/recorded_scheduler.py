@@ -25,6 +25,10 @@ class RecordedScheduler(Scheduler):
         super().add(r)
         self._write("add", request_to_json(r))
 
+    def compiled(self, r: Request) -> None:
+        super().compiled(r)
+        self._write("compiled", r.id)
+
     def schedule(self) -> Plan | None:
         plan = super().schedule()
         if plan is not None and self.log is not None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .plan import Edits
 from .reads import Wanted
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .structured_output import Grammar
 
 
 @dataclass(slots=True)
@@ -44,6 +48,8 @@ class Request:
     times: Times | None = None  # kept by metrics.py, if at all
     samples: bool = True  # False: computed only
     wanted: Wanted | None = None  # what else is read of its prompt
+    grammar: Grammar | None = None  # where its output stands in the form that it must have
+    error: str | None = None  # why it ended with "error"
 
     tokens: list[int] = field(default_factory=list)
     limit: int = 0  # tokens, prompt and output, at which it ends by length
@@ -60,6 +66,7 @@ class Request:
     registered: int = 0
     num_cached: int | None = None  # tokens hit at the first admission
     preemptions: int = 0
+    compiling: bool = False  # it cannot start before its grammar is there
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None
 

@@ -15,6 +15,7 @@ from ..models.sampling import PARAMS
 from .checks import check_names, choice, flag, integer, number, sequence
 from .edits import checked_edits
 from .logprob_params import checked_logprobs, resolved_logprobs
+from .structured_output_params import StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ HINTS = {
     "best_of": "it is gone; use n",
     "use_beam_search": "it is gone; use LLM.beam_search",
     "guided_decoding": "it is called structured_outputs now",
+    "guided_json": "it is structured_outputs={'json': ...} now",
+    "guided_regex": "it is structured_outputs={'regex': ...} now",
+    "guided_choice": "it is structured_outputs={'choice': ...} now",
+    "guided_grammar": "it is structured_outputs={'grammar': ...} now",
+    "guided_json_object": "it is structured_outputs={'json_object': True} now",
     "logits_processors": "give them to LLM(logits_processors=...) and select them by extra_args",
 }
 
@@ -43,7 +49,6 @@ class RequestOutputKind(Enum):
 class NotYet:
     """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
-    structured_outputs: Any = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     watermarking: Any = None
@@ -94,6 +99,7 @@ class SamplingParams(NotYet):
     truncation_side: str = "left"  # where a prompt is cut: left keeps its end, right its beginning
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # tokens from one output to the next; None: the engine's
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None  # the form an output must have
     # compute the whole prompt; what is computed may still be reused. None: with logprobs of the whole prompt
     skip_reading_prefix_cache: bool | None = None
 
@@ -107,6 +113,8 @@ class SamplingParams(NotYet):
             **_stopping(self), **_randomness(self), **checked_edits(self), **_returning(self), **_prompt_length(self)
         )
         self._set(**checked_logprobs(self))
+        if self.structured_outputs is not None:
+            self._set(structured_outputs=_form(self))
         if self.temperature == 0:
             self._set(top_p=1.0, top_k=0, min_p=0.0)
             if self.n > 1:
@@ -129,7 +137,13 @@ class SamplingParams(NotYet):
             return "processors"
         if (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0):
             return "penalties"
-        if self.min_tokens or self.allowed_token_ids or self.logit_bias or self.bad_words:
+        if (
+            self.min_tokens
+            or self.allowed_token_ids
+            or self.logit_bias
+            or self.bad_words
+            or self.structured_outputs is not None
+        ):
             return "edits"
         if (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             return "truncate"
@@ -227,6 +241,12 @@ def _prompt_length(p: SamplingParams) -> dict[str, Any]:
     if keep is not None and integer("truncate_prompt_tokens", keep, -1, math.inf) == 0:
         raise ValueError("truncate_prompt_tokens 0 leaves no prompt: keep at least 1 token, or -1 for all that fit")
     return {"truncation_side": choice("truncation_side", p.truncation_side, ("left", "right"))}
+
+
+def _form(p: SamplingParams) -> StructuredOutputsParams:
+    if p.ignore_eos:
+        raise ValueError("ignore_eos with structured_outputs: only end-of-text can follow an output that is complete")
+    return StructuredOutputsParams.of(p.structured_outputs)
 
 
 def _returning(p: SamplingParams) -> dict[str, Any]:

@@ -122,6 +122,10 @@ class Scheduler:
         self.alive[r.id] = r
         self.waiting.push(r)
 
+    def compiled(self, r: Request) -> None:
+        """Lets a request start whose grammar has been compiled."""
+        r.compiling = False
+
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
         draft = Draft(self.limits.max_num_batched_tokens)
@@ -330,6 +334,8 @@ class Scheduler:
         """Why this one must wait whatever room there is, and those behind it need not."""
         if r.in_flight or r.complete:
             return Reason.IN_FLIGHT
+        if r.compiling:
+            return Reason.GRAMMAR
         if not may_fork(r) or not first_will_compute(r, draft):
             return None
         if r.first not in families and fork(r, self.running, draft, self.blocks):

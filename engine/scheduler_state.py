@@ -11,12 +11,13 @@ from .edits import edits_from_json, edits_to_json
 from .reads import wanted_from
 from .request import Request
 from .sampling_params import SamplingParams
+from .structured_output_params import StructuredOutputsParams
 
 # fields that JSON holds as they are
 PLAIN = (
     *("id", "prompt", "priority", "arrival", "cache_salt", "index", "tokens", "limit", "variant", "num_logprobs"),
     *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
-    *("samples", "num_read", "complete", "first_step"),
+    *("samples", "num_read", "complete", "first_step", "compiling"),
 )
 
 
@@ -73,4 +74,6 @@ def _load(value: dict[str, Any]) -> Request:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, StructuredOutputsParams):
+        return value.as_dict()
     return list(value) if isinstance(value, tuple) else value.value if isinstance(value, Enum) else value

@@ -87,6 +87,8 @@ def take_event(scheduler: Scheduler, line: Mapping[str, Any], known: dict[str, R
             scheduler.add(request)
         case {"finish": [request_id, reason, stop_reason]}:
             scheduler.finish(known[request_id], reason, stop_reason)
+        case {"compiled": request_id}:
+            scheduler.compiled(known[request_id])
         case {"abandon": _}:
             scheduler.abandon()
         case {"set_limits": [max_num_seqs, max_num_batched_tokens]}:

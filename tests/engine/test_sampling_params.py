@@ -132,7 +132,6 @@ def test_an_unknown_name_is_a_type_error_and_a_value_error():
 
 
 LATER = {
-    "structured_outputs": {"json": "{}"},
     "thinking_token_budget": 5,
     "repetition_detection": {"min_count": 2},
     "watermarking": {},
