@@ -17,6 +17,7 @@ from .checks import integer, sequence
 from .config import engine_config
 from .edits import edits_of
 from .engine_stats import EngineStats, stats_of
+from .engine_steps import EngineSteps
 from .errors import QueueFullError
 from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
@@ -38,7 +39,6 @@ from .prompts import (
     template_arguments,
     token_ids_of,
 )
-from .reads import readers
 from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
@@ -49,7 +49,7 @@ from .tokenizer import Tokenizer
 from .tokenizer_pool import TokenizerPool
 
 
-class LLM:
+class LLM(EngineSteps):
     """A model, ready to generate.
 
     `model` is an alias ("smollm2"), a directory, a .gguf file, a hub id, or a ModelSpec of one's own (with `weights=`
@@ -260,95 +260,6 @@ class LLM:
             touched, self.touched = self.touched, {}
             news = map(self.processor.news, touched.values())
             return [output for output in news if output is not None]
-
-    def _advance(self) -> tuple[int, list[Family]]:
-        """Runs one step, for all. Returns how many tokens it brought, and the families that got them."""
-        with self.lock:
-            try:
-                touched = self._run_step()
-                families = self.processor.families_of(touched)
-                self.touched |= {family.id: family for family in families if family.queued}
-            except BaseException:
-                # half done, here or on the device, or interrupted by the user: nobody can go on from it
-                self._abandon()
-                raise
-            return sum(r.samples and r.error is None for r in touched), families
-
-    def _run_step(self) -> list[Request]:
-        """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous).
-
-        Returns the requests that got a token, and those that ended because of their grammar.
-        """
-        for request in self.structured.take_ready():
-            self.scheduler.compiled(request)
-        plan = self.scheduler.schedule()
-        if self.metrics:
-            self.metrics.planned(plan)
-        if plan and self.structured.is_late(plan):
-            # only the head waits for the tokens that its mask depends on
-            hidden = self.runner.launch_forward(plan)
-            touched = self._read_last()
-            self.unread = self.runner.launch_head(plan, hidden, self.structured.mask(plan))
-        else:
-            pending = self.runner.launch(plan, self.structured.mask(plan)) if plan else None
-            if self.config.async_scheduling:
-                pending, self.unread = self.unread, pending
-            if plan is None and pending is None:
-                self.structured.wait()
-            touched = self._absorb(pending) if pending else []
-        if self.metrics and self.stats:
-            self.metrics.read(touched)
-            self.stats.after_step()
-        return touched + self._end_failed()
-
-    def _read_last(self) -> list[Request]:
-        pending, self.unread = self.unread, None
-        return self._absorb(pending) if pending else []
-
-    def _end_failed(self) -> list[Request]:
-        """Ends requests that cannot go on in their grammar, and returns them."""
-        failed = self.structured.take_failed()
-        for request in failed:
-            if request.finish_reason is None:
-                self.scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason = "error", None
-            self.processor.finish(request)
-        if self.metrics and failed:
-            self.metrics.ended(failed)
-        return failed
-
-    def _abandon(self) -> None:
-        """Ends all requests with "error" and starts from an empty cache."""
-        self.unread = None
-        self.scheduler.abandon()
-        self.structured.clear()
-        if self.metrics:
-            self.metrics.ended(m.request for family in self.processor.families.values() for m in family.members)
-        self.runner.reset()
-        self.touched |= {family.id: family for family in self.processor.families.values() if family.queued}
-
-    def _absorb(self, pending: Pending) -> list[Request]:
-        """Takes in what a step sampled and read. Returns the requests that got a token, or end as computed only."""
-        result = pending.result()
-        plan = pending.plan
-        for request, read, found in zip(readers(self.scheduler, plan), plan.reads, result.reads, strict=True):
-            if request:
-                self.processor.push_read(request, read, found)
-        touched = self.scheduler.update(pending.plan, result.token_ids)
-        if self.step_log:
-            self.step_log.append(pending.plan, result.token_ids, result.digests)
-        touched = self.structured.take_tokens(touched)
-        at = {chunk.request_id: i for i, chunk in enumerate(pending.plan.sampled)}
-        for request in touched:
-            if not request.samples:
-                continue
-            stop = self.processor.push(request, result, at[request.id])
-            if stop is not None and request.finish_reason != "stop":
-                if request.finish_reason is None:
-                    self.scheduler.finish(request, "stop", stop)
-                    self.processor.finish(request)
-                request.finish_reason, request.stop_reason = "stop", stop
-        return touched
 
     def _run(self, families: Sequence[Family], use_tqdm: bool) -> list[RequestOutput]:
         left = list(families)
