@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.sampling import VARIANTS
-from .block_manager import BlockManager
+from .block_manager import BlockManager, Hit
 from .draft import Draft, admission
 from .limits import Limits
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
@@ -19,7 +19,7 @@ from .preemption import victim, warn
 from .reads import end_complete, plan_reads
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
-from .siblings import first_will_compute, fork, may_fork
+from .siblings import Estates, first_will_compute, fork, may_fork
 from .waiting import QUEUES, WaitingQueue
 
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
@@ -86,6 +86,7 @@ class Scheduler:
         self.waiting: WaitingQueue = QUEUES[self.config.policy]()
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
+        self.estates = Estates()
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +122,7 @@ class Scheduler:
         r.variant, r.num_logprobs = VARIANTS.index(r.params.variant), r.params.num_logprobs
         self.alive[r.id] = r
         self.waiting.push(r)
+        self.estates.expect(r)
 
     def compiled(self, r: Request) -> None:
         """Lets a request start whose grammar has been compiled."""
@@ -140,6 +142,7 @@ class Scheduler:
             self._admit_waiting(draft, self._blocks_wanted(decodes))
             self._continue(draft, decodes)
             self._commit_planned(draft)
+        self.estates.settle(self.blocks)
         return self._plan(draft)
 
     def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:
@@ -177,10 +180,11 @@ class Scheduler:
         if r.in_flight:
             self.orphans[r.id] = self.orphans.get(r.id, 0) + r.in_flight
             r.in_flight = 0
-        if r.row is None:
-            self.waiting.remove(r)
+        if r.row is not None:
+            self._leave(r, keep=self.estates.keeps(r))
         else:
-            self._leave(r)
+            self.waiting.remove(r)
+            self.estates.served(r, self.blocks)
 
     def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
         """Changes what is not None, from the next step on, and preempts whoever is now too many.
@@ -193,6 +197,8 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
+        if not self.running:
+            self.estates.settle(self.blocks)
         return self.blocks.reset()
 
     def abandon(self) -> None:
@@ -215,7 +221,8 @@ class Scheduler:
             "config": vars(self.config).copy(),
             "limits": vars(self.limits).copy(),
             "blocks": self.blocks.dump(),
-            "requests": dump_requests(self.alive.values()),
+            "requests": dump_requests(self.alive.values(), self.estates.kept),
+            "num_kept": len(self.estates.kept),
             "num_alive": len(self.alive),
             "running": [at[r] for r in self.running],
             "waiting": [at[r] for r in self.waiting],
@@ -235,6 +242,8 @@ class Scheduler:
         s.running = {requests[i]: None for i in value["running"]}
         for i in value["waiting"]:
             s.waiting.push(requests[i])
+            s.estates.expect(requests[i])
+        s.estates.kept = requests[value["num_alive"] :][: value["num_kept"]]
         s.free_rows, s.orphans = list(value["free_rows"]), dict(value["orphans"])
         s.events = [(name, Reason(code)) for name, code in value["events"]]
         for name in COUNTERS:
@@ -287,6 +296,8 @@ class Scheduler:
         """Reserves blocks for n more tokens, preempting others for them; False if the request itself had to go."""
         writes = draft.writes.setdefault(r, [])
         while not self.blocks.reserve(r, r.computed + n, writes):
+            if self.estates.settle(self.blocks):
+                continue
             last = victim(self.running, self.config.policy)
             self._preempt(last, draft)
             warn(last, self.num_preemptions)
@@ -305,12 +316,16 @@ class Scheduler:
         r.preemptions += 1
         self.num_preemptions += 1
 
-    def _leave(self, r: Request) -> None:
+    def _leave(self, r: Request, keep: bool = False) -> None:
         assert r.row is not None
         del self.running[r]
         self.free_rows.append(r.row)
-        self.blocks.release(r)
+        if not keep:
+            self.blocks.release(r)
         r.row = None
+
+    def _fork(self, r: Request, draft: Draft) -> Hit | None:
+        return fork(r, (*self.running, *self.estates.kept), draft, self.blocks) if may_fork(r) else None
 
     def _admit_waiting(self, draft: Draft, spare: int) -> None:
         """Starts waiting requests from the head, until one cannot start. `spare` blocks are to be left."""
@@ -338,7 +353,7 @@ class Scheduler:
             return Reason.GRAMMAR
         if not may_fork(r) or not first_will_compute(r, draft):
             return None
-        if r.first not in families and fork(r, self.running, draft, self.blocks):
+        if r.first not in families and self._fork(r, draft):
             return None
         families.add(r.first)
         return Reason.SIBLING
@@ -353,15 +368,16 @@ class Scheduler:
 
     def _admit(self, r: Request, draft: Draft, spare: int) -> Reason | None:
         """Moves the head of the queue to running and commits its first chunk, or returns why not."""
-        forked = fork(r, self.running, draft, self.blocks) if may_fork(r) else None
+        forked = self._fork(r, draft)
         hit = forked or self.blocks.lookup(r)
         n = self._capped(r, len(r.tokens) - hit.length, draft)
         if n > draft.budget and not self.config.enable_chunked_prefill:
             return Reason.NO_BUDGET
         n = min(n, draft.budget)
         if not self.blocks.admit(r, hit, hit.length + n, spare + (self.spare_blocks if self.running else 0)):
-            return Reason.NO_ROOM
+            return self._admit(r, draft, spare) if self.estates.settle(self.blocks) else Reason.NO_ROOM
         self.waiting.remove(r)
+        self.estates.served(r, self.blocks)
         self.running[r] = None
         r.row = self.free_rows.pop()
         if r.num_cached is None:

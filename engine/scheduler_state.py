@@ -21,10 +21,10 @@ PLAIN = (
 )
 
 
-def dump_requests(alive: Iterable[Request]) -> list[dict[str, Any]]:
-    """The requests that are alive, then those that have ended but are the first of a living one's family."""
-    alive = list(alive)
-    listed = list(dict.fromkeys([*alive, *(r.first for r in alive if r.first is not None)]))
+def dump_requests(alive: Iterable[Request], kept: Iterable[Request] = ()) -> list[dict[str, Any]]:
+    """The requests that are alive, then those that have ended: first `kept`, then who is the first of a family."""
+    listed = [*alive, *kept]
+    listed = list(dict.fromkeys([*listed, *(r.first for r in listed if r.first is not None)]))
     at = {r: i for i, r in enumerate(listed)}
     return [_dump(r) | {"first": None if r.first is None else at[r.first]} for r in listed]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from .block_manager import BlockManager, Hit
@@ -23,10 +24,53 @@ def first_will_compute(r: Request, draft: Draft) -> bool:
     return at_prompt and draft.computed_before(first) < len(first.prompt)
 
 
-def fork(r: Request, running: Iterable[Request], draft: Draft, blocks: BlockManager) -> Hit | None:
-    """What a running sibling has computed of the prompt, in earlier steps: transfers come before this one."""
-    for x in running:
+def fork(r: Request, sources: Iterable[Request], draft: Draft, blocks: BlockManager) -> Hit | None:
+    """What a sibling that still has its blocks has computed of the prompt, in earlier steps.
+
+    Transfers come before this one.
+    """
+    for x in sources:
         ready = (x is r.first or x.first is r.first) and draft.computed_before(x) >= len(r.prompt)
         if ready and (hit := blocks.fork(r, x)):
             return hit
     return None
+
+
+class Estates:
+    """The blocks of requests that have ended, held until the next plan for siblings that have never run.
+
+    Without them, siblings of one that ends with its first token would have nobody to fork from.
+    """
+
+    def __init__(self) -> None:
+        self.heirs: Counter[Request] = Counter()  # siblings that have never run, by the first of the family
+        self.kept: list[Request] = []
+
+    def expect(self, r: Request) -> None:
+        """Counts a request that is queued, if it has never run."""
+        if r.first is not None and r.num_cached is None:
+            self.heirs[r.first] += 1
+
+    def keeps(self, r: Request) -> bool:
+        """Whether a request that ends shall leave its blocks here; then it does."""
+        wanted = self.heirs[r.first or r] > 0 and r.computed >= len(r.prompt)
+        if wanted:
+            self.kept.append(r)
+        return wanted
+
+    def served(self, r: Request, blocks: BlockManager) -> None:
+        """Takes note that a request is about to run for the first time, or has ended without."""
+        if r.first is None or r.num_cached is not None:
+            return
+        self.heirs[r.first] -= 1
+        if not self.heirs[r.first]:
+            del self.heirs[r.first]
+            self.settle(blocks, r.first)
+
+    def settle(self, blocks: BlockManager, first: Request | None = None) -> bool:
+        """Gives back the blocks of one family, or of all; whether there were any."""
+        left = [x for x in self.kept if first is None or first in (x, x.first)]
+        self.kept = [x for x in self.kept if x not in left]
+        for x in left:
+            blocks.release(x)
+        return bool(left)

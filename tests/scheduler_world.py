@@ -301,8 +301,10 @@ def check_state(s: Scheduler) -> None:
     for r in s.waiting:
         assert r.row is None
         assert (r.blocks, r.computed) == ([], 0)
+    never_run = Counter(r.first for r in s.waiting if r.first and r.num_cached is None)
+    assert s.estates.heirs == never_run and all(never_run[r.first or r] for r in s.estates.kept)
     for group, pool in enumerate(s.blocks.pools):
-        held = Counter(b for r in s.running for b in r.blocks[group] if b)
+        held = Counter(b for r in (*s.running, *s.estates.kept) for b in r.blocks[group] if b)
         assert [held[b] for b in range(pool.num_blocks)] == pool.refs
         assert sorted(pool.free) == [b for b in range(1, pool.num_blocks) if not held[b]]
         listed = [(key, b) for key, first in pool.holder.items() for b in [first, *pool.duplicates.get(key, [])]]
