@@ -204,7 +204,8 @@ class World:
             self.requests[r.id], self.salts[r.id] = r, r.cache_salt
             if self.shadow:
                 # siblings of the shadow are linked to the shadow's own first, dead or alive
-                twin = Request(r.id, r.prompt, r.params, r.key, r.eos_ids, r.priority, r.arrival, r.cache_salt, r.index)
+                twin = Request(r.id, r.prompt, r.params, r.key, r.eos_ids, r.priority, r.arrival, r.cache_salt)
+                twin.index = r.index
                 twin.first = None if r.first is None else self.twins[r.first.id]
                 self.twins[r.id] = twin
                 self.shadow.add(twin)
