@@ -227,6 +227,13 @@ WORKING = (
         integers(0),
     ),
     Argument(
+        "enable_prompt_embeds",
+        "bool",
+        False,
+        'prompts may be {"prompt_embeds": array [tokens, hidden size]}; not with step_log, which could not replay them',
+        checks.flag,
+    ),
+    Argument(
         "max_num_seqs", "int", 32, "requests that run at a time; on a GPU 256, of 70 GiB or more 1024", integers(1)
     ),
     Argument(
@@ -354,7 +361,6 @@ LATER = (
     Later("limit_mm_per_prompt", None, MULTIMODAL, ({},)),
     Later("mm_processor_kwargs", None, MULTIMODAL, ({},)),
     Later("mm_processor_cache_gb", None, MULTIMODAL),
-    Later("enable_prompt_embeds", False, "prompt embeddings"),
     Later("swap_space", 0, OFFLOAD),
     Later("cpu_offload_gb", 0, OFFLOAD),
     Later("kv_offloading_size", None, OFFLOAD, (0,)),

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..models.interface import Reading, Sampling, StepInput
 from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
+from ..models.prompt_embeds import NAME
 from ..models.sampling import PARAMS
 from .plan import Admission, Edits, Plan, Transfer
+
+if TYPE_CHECKING:
+    from .prompt_embeds import PromptEmbeds
 
 # rows of a decode graph: a row too many costs least where there are many
 SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
 STEP, LARGE = 128, 64  # tokens between the sizes of a mixed step, as a graph and beyond
 READ_TILE = 64  # hidden rows whose logprobs are read at a time
 MAX_TOKEN_IDS = 128  # ids a request can ask the logprobs of by name
+
+
+NO_EMBEDS: Mapping[str, PromptEmbeds] = {}
 
 
 @dataclass(frozen=True)
@@ -119,14 +126,23 @@ def allow(mask_W: np.ndarray, ids: Sequence[int], where: int) -> None:
             bits[i // 8] |= 1 << i % 8
 
 
-def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_size: int) -> StepInput:
+def step_input(
+    plan: Plan,
+    tables: Sequence[np.ndarray],
+    shapes: Shapes,
+    block_size: int,
+    embeds: Mapping[str, PromptEmbeds] = NO_EMBEDS,
+) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
+
+    `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
 
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """
     scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
     # all hidden rows come out of mixed steps only: one program less for each size of a decode step
-    decode = max(counts) == 1 and not plan.reads
+    given = [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
+    decode = max(counts) == 1 and not plan.reads and not given
     seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
     longest = max(c.start + c.num_tokens for c in plan.chunks)
@@ -134,7 +150,19 @@ def step_input(plan: Plan, tables: Sequence[np.ndarray], shapes: Shapes, block_s
     rows = padded([c.row for c in plan.chunks], seqs, scratch)
     starts = np.zeros(seqs + 1, np.int32)
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
-    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode, taps=plan.taps)
+    extra = {NAME: _given_rows(plan, starts, tokens, embeds)} if given else {}
+    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode, extra, plan.taps)
+
+
+def _given_rows(plan: Plan, starts: np.ndarray, num_tokens: int, embeds: Mapping[str, PromptEmbeds]) -> np.ndarray:
+    """Each chunk's part of the embeddings that its request brought, float32 [num_tokens, E]; zeros elsewhere."""
+    size = next(iter(embeds.values())).rows.shape[1]
+    out = np.zeros((num_tokens, size), np.float32)
+    for c, at in zip(plan.chunks, starts):
+        if c.request_id in embeds:
+            part = embeds[c.request_id].rows[c.start : c.start + c.num_tokens]
+            out[at : at + len(part)] = part
+    return out
 
 
 def read_places(plan: Plan) -> list[slice]:

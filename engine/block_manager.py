@@ -24,10 +24,13 @@ class Hit:
 
 
 def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
-    """What the K/V of its index-th block depend on beside tokens. The first block's digest reaches all later ones."""
-    if index or request.cache_salt is None:
-        return ()
-    return (("salt", request.cache_salt.encode("utf-8", "surrogatepass")),)
+    """What the K/V of its index-th block depend on beside tokens. A block's digest reaches all later ones."""
+    keys = []
+    if index == 0 and request.cache_salt is not None:
+        keys.append(("salt", request.cache_salt.encode("utf-8", "surrogatepass")))
+    if index < len(request.block_digests):
+        keys.append(("embeds", request.block_digests[index]))
+    return tuple(keys)
 
 
 class BlockManager:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
 from ..models.layouts import LAYOUTS
+from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
 from ..sharding.rules import check_divides, tensor_parallel
 from .backend import Backend, device_memory, find_platform, get_backend
@@ -60,6 +61,10 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
     """
     checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
     model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
+    if config.enable_prompt_embeds:
+        if config.step_log:
+            raise ValueError("enable_prompt_embeds=True and step_log: a log holds token ids, and could not be replayed")
+        model = with_prompt_embeds(model)
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
     divisors, options = divisors_of(config, model), _backend_options(config)
     device = find_platform(config.backend, config.device)

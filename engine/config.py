@@ -52,6 +52,7 @@ class EngineConfig:
     max_model_len: int | None
     allow_auto_truncate: bool
     max_num_queued_reqs: int | None
+    enable_prompt_embeds: bool
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool

@@ -26,6 +26,7 @@ from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
 from .pooling import EmbeddingRequestOutput, HiddenStatesOutput, PoolingParams, embed, hidden_states
 from .progress import Progress
+from .prompt_embeds import check_beside, embeds_of
 from .prompts import (
     Prompt,
     check_id,
@@ -282,9 +283,13 @@ class LLM(EngineSteps):
         check_id(request_id)
         if integer("priority", priority) and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
-        ids = token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
+        embeds = embeds_of(prompt, self.model, self.config.block_size)
+        ids = embeds.token_ids if embeds else token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         params, eos = self._resolved(params)
-        ids = cut(ids, params, self.scheduler.config.max_model_len, self.config.allow_auto_truncate)
+        if embeds:
+            check_beside(embeds, params)
+        else:
+            ids = cut(ids, params, self.scheduler.config.max_model_len, self.config.allow_auto_truncate)
         edits = edits_of(params, self.model.vocab_size, self.tokenizer, self.runner.processors)
         salt = salt_of(prompt, cache_salt)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
@@ -296,6 +301,7 @@ class LLM(EngineSteps):
                 name, ids, params, request_key(seed, i), eos, priority, cache_salt=salt, index=i, edits=edits
             )
             request.wanted, wanted, params = wanted, None, others
+            request.embeds, request.block_digests = embeds, embeds.digests if embeds else ()
             request.first, request.arrival_time = family[0] if family else None, arrived
             family.append(request)
         self.processor.check_free(request_id, family)
@@ -319,6 +325,8 @@ class LLM(EngineSteps):
                 request.arrival = self.num_arrived
                 self.num_arrived += 1
                 self.structured.start(request)
+                if request.embeds:
+                    self.runner.embeds[request.id] = request.embeds
                 self.scheduler.add(request)
                 if self.metrics:
                     self.metrics.queued(request)

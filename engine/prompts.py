@@ -19,7 +19,7 @@ EXAMPLE = "{'role': 'user', 'content': 'Hi'}"
 LATER = ("lora_request", "mm_processor_kwargs", "chat_template_content_format")
 KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 # a prompt with both keys is its ids; the text is only shown
-FORMS = 'a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int, ...]}'
+FORMS = 'a string, a list of token ids, {"prompt": str}, {"prompt_token_ids": [int, ...]} or {"prompt_embeds": array}'
 
 
 def list_of_prompts(prompts: Any) -> list[Prompt]:
@@ -97,6 +97,8 @@ def salt_of(prompt: Prompt, default: str | None) -> str | None:
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
     """The token ids of one prompt. Raises ValueError for an empty one and for ids that the model does not have."""
     if isinstance(prompt, Mapping):
+        if "prompt_embeds" in prompt:
+            raise ValueError("this wants text or token ids: prompt_embeds go with generate and add_request")
         unknown = set(prompt) - KEYS
         if unknown or not ("prompt" in prompt or "prompt_token_ids" in prompt):
             raise ValueError(f"prompt {dict(prompt)!r}: a prompt is {FORMS}, and may have a cache_salt")

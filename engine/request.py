@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .plan import Edits
 from .reads import Wanted
@@ -47,6 +47,8 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     times: Times | None = None  # kept by metrics.py, if at all
     samples: bool = True  # False: computed only
+    embeds: Any = None  # PromptEmbeds, where it brought some; the scheduler does not look into them
+    block_digests: tuple[bytes, ...] = ()  # what the K/V of its first blocks depend on beside tokens
     wanted: Wanted | None = None  # what else is read of its prompt
     grammar: Grammar | None = None  # where its output stands in the form that it must have
     error: str | None = None  # why it ended with "error"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from .batch import (
 )
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
+from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 
 log = logging.getLogger(__name__)
@@ -162,6 +164,8 @@ class Runner:
         self.read_head = ReadHead(backend, model, shapes, logprobs_mode)
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
+        # of requests that are alive, by id: whoever has them drops them
+        self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
 
     def register(self, processor: LogitsProcessor) -> None:
@@ -197,7 +201,7 @@ class Runner:
         self._admit(plan.admitted)
         self._write_tables(plan.table_writes)
         self._move(plan.transfers)
-        inputs = step_input(plan, self.tables, self.shapes, self.block_size)
+        inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds)
         inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
         if inputs.decode and not taps:
             last, self.cache = self.forward(self.weights, self.cache, inputs)

@@ -49,6 +49,7 @@ def _dump(r: Request) -> dict[str, Any]:
         "wanted": vars(r.wanted).copy() if r.wanted else None,
         "edits": None if r.edits is None else edits_to_json(r.edits),
         "eos_ids": sorted(r.eos_ids),
+        "block_digests": [d.hex() for d in r.block_digests],
         "blocks": [list(table) for table in r.blocks],
         "hashes": [h.hex() for h in r.hashes],
     }
@@ -69,6 +70,7 @@ def _load(value: dict[str, Any]) -> Request:
         plain = value[name]
         setattr(r, name, list(plain) if isinstance(plain, list) else plain)
     r.blocks = [list(table) for table in value["blocks"]]
+    r.block_digests = tuple(bytes.fromhex(d) for d in value["block_digests"])
     r.hashes = [bytes.fromhex(h) for h in value["hashes"]]
     return r
 
