@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.sampling import VARIANTS
-from .block_manager import BlockManager, Hit
+from .block_manager import BlockManager
 from .draft import Draft, admission
 from .limits import Limits
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
@@ -19,7 +19,7 @@ from .preemption import victim, warn
 from .reads import end_complete, plan_reads
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
-from .siblings import Estates, first_will_compute, fork, may_fork
+from .siblings import Estates, first_will_compute, may_fork
 from .waiting import QUEUES, WaitingQueue
 
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
@@ -197,8 +197,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
-        if not self.running:
-            self.estates.settle(self.blocks)
+        self.estates.settle(self.blocks)
         return self.blocks.reset()
 
     def abandon(self) -> None:
@@ -324,9 +323,6 @@ class Scheduler:
             self.blocks.release(r)
         r.row = None
 
-    def _fork(self, r: Request, draft: Draft) -> Hit | None:
-        return fork(r, (*self.running, *self.estates.kept), draft, self.blocks) if may_fork(r) else None
-
     def _admit_waiting(self, draft: Draft, spare: int) -> None:
         """Starts waiting requests from the head, until one cannot start. `spare` blocks are to be left."""
         aside: list[Request] = []
@@ -353,7 +349,7 @@ class Scheduler:
             return Reason.GRAMMAR
         if not may_fork(r) or not first_will_compute(r, draft):
             return None
-        if r.first not in families and self._fork(r, draft):
+        if r.first not in families and self.estates.fork(r, self.running, draft, self.blocks):
             return None
         families.add(r.first)
         return Reason.SIBLING
@@ -368,7 +364,7 @@ class Scheduler:
 
     def _admit(self, r: Request, draft: Draft, spare: int) -> Reason | None:
         """Moves the head of the queue to running and commits its first chunk, or returns why not."""
-        forked = self._fork(r, draft)
+        forked = self.estates.fork(r, self.running, draft, self.blocks)
         hit = forked or self.blocks.lookup(r)
         n = self._capped(r, len(r.tokens) - hit.length, draft)
         if n > draft.budget and not self.config.enable_chunked_prefill:

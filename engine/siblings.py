@@ -58,6 +58,10 @@ class Estates:
             self.kept.append(r)
         return wanted
 
+    def fork(self, r: Request, running: Iterable[Request], draft: Draft, blocks: BlockManager) -> Hit | None:
+        """What a request may fork from a sibling that runs, or has left its blocks here."""
+        return fork(r, (*running, *self.kept), draft, blocks) if may_fork(r) else None
+
     def served(self, r: Request, blocks: BlockManager) -> None:
         """Takes note that a request is about to run for the first time, or has ended without."""
         if r.first is None or r.num_cached is not None:
