@@ -15,7 +15,7 @@ PYTHON_NEXT ?= $(shell PYENV_VERSION=3.12.1 python3.12 -c 'import sys; print(sys
 NEXT := $(CURDIR)/.venv-next
 DEV_NEXT := $(NEXT)/octavo-dev-$(KEY)
 
-.PHONY: help demo test test-slow test-jax-next lint format types wheel-check clean
+.PHONY: help demo test test-slow test-jax-next conformance lint format types wheel-check clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ test-slow: $(DEV) fetch  ## runs the slow tests
 test-jax-next: $(DEV_NEXT)  ## runs the JAX half on Python 3.12 and the newest JAX, without torch
 	$(NEXT)/bin/python -m octavo.engine.loading.fetch smollm2
 	$(NEXT)/bin/python -m pytest -q -m "not slow and not gpu and not tpu" --backends jax $(ARGS)
+
+conformance: $(DEV)  ## writes docs/conformance.md anew
+	cd tests && $(PY) conformance.py > ../docs/conformance.md
 
 lint: $(DEV)  ## checks style
 	$(VENV)/bin/ruff check .

@@ -21,8 +21,9 @@ DEFAULT_CACHE_BYTES = 2 * GIB
 USEFUL = 4
 # queries of a tile of the reference attention, and elements of gathered keys that it has at a time
 TILE, GATHERED = 16, 1 << 23
-# [R, V] arrays that live at a time in the largest head: raw, scaled, bits, weights, noise, and one in the making
-HEAD_COPIES = 6
+# [R, V] arrays that live at a time in the largest head: raw, shaped, a histogram of twice that, what forbids, what is
+# repeated, and three in the making; a test measures it
+HEAD_COPIES = 9
 # the same of a tile of prompt logprobs: logits, and what ranks and the largest are found with; where the largest are
 # the whole vocabulary, their sort and two tiles of results too
 READ_COPIES, READ_COPIES_WHOLE = 3, 9

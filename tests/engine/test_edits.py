@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from octavo.engine import LogitsProcessor, SamplingParams
 from octavo.engine.edits import edits_from_json, edits_of, edits_to_json
 from octavo.engine.plan import Edits
 from octavo.models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "logits_processor.py"
 
 
 class Words:
@@ -164,6 +169,23 @@ def test_a_row_that_had_edits_is_clean_for_the_next(backend: str) -> None:
     edited = replace(GREEDY, logit_bias={5: 1.0}, presence_penalty=1.0, max_tokens=60)
     mixed = tokens(llm, [PROMPTS[0], *PROMPTS[:5]], [edited] + [GREEDY] * 5)
     assert mixed[1:] == want
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_example_makes_no_pair_twice(backend: str) -> None:
+    spec = importlib.util.spec_from_file_location("logits_processor", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    llm = engine(backend=backend, logits_processors=[module.NO_REPEATED_PAIR])
+    # without it these turn round in a circle
+    plain = replace(GREEDY, max_tokens=40, allowed_token_ids=[5, 6, 7, 8, 9, 10, 11, 12])
+    for extra in (None, {"no_repeated_pair": {}}, {"no_repeated_pair": {"strength": 0.0}}):
+        made = tokens(llm, PROMPTS[:3], replace(plain, extra_args=extra))
+        for prompt, ids in zip(PROMPTS, made, strict=False):
+            whole = [*prompt[-1:], *ids]
+            pairs = list(itertools.pairwise(whole))
+            repeats = len(pairs) - len(set(pairs))
+            assert (repeats == 0) == (extra == {"no_repeated_pair": {}}), (extra, ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,9 +13,9 @@ from tiny import TINY, numpy_weights, spec_of
 from octavo.engine.backend_jax import JaxBackend
 from octavo.engine.batch import READ_TILE
 from octavo.engine.config import engine_config
-from octavo.engine.memory_plan import reading_bytes
-from octavo.engine.runner import cache_specs, empty_cache
-from octavo.models import step
+from octavo.engine.memory_plan import HEAD_COPIES, reading_bytes
+from octavo.engine.runner import HEAD, cache_specs, empty_cache
+from octavo.models import llama, step
 from octavo.models.interface import Reading, Sampling, StepInput, map_tree
 from octavo.models.layouts.paged import HeadMajor, TokenMajor
 from octavo.models.logprobs import of_known
@@ -98,6 +98,21 @@ def test_reading_a_prompt_takes_what_the_memory_plan_says_however_many_tokens(nu
         reading = Reading(places, places, num_tokens, num, "raw_logprobs", ids)
         memory = run.lower(weights, rows, hidden, reading).compile().memory_analysis()
         assert planned / 3 < memory.temp_size_in_bytes + 2 * memory.output_size_in_bytes < planned
+
+
+def test_the_largest_head_holds_no_more_than_the_memory_plan_says():
+    """In [R, V] arrays, at sizes where nothing else counts."""
+    config = llama.LlamaConfig(**(vars(TINY) | {"vocab_size": 20_000, "num_layers": 1, "windows": (None,)}))
+    model, backend = llama.spec(config), backend_of("cpu")
+    specs = cache_specs(model, LAYOUTS["token_major"], [2], 32, LENGTH)
+    run = backend.compile(partial(step.head, model=model), *HEAD)
+    like = partial(map_tree, lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or "float32"))
+    rows, mask = np.zeros(32, np.int32), np.zeros((32, 20_000 // 32), np.int32)
+    for variant, packed in ((v, m) for v in ("truncate", "penalties") for m in (None, mask)):
+        sampling = Sampling(rows, rows, variant, 20, mask_RW=packed)
+        lowered = run.lower(like(model.weights), like(specs.rows), np.zeros((32, TINY.embed_dim), np.float32), sampling)
+        copies = lowered.compile().memory_analysis().temp_size_in_bytes / (4 * 32 * 20_000)
+        assert HEAD_COPIES / 3 < copies < HEAD_COPIES
 
 
 def test_set_rows_aliases_the_rows():
