@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from octavo.engine.block_manager import BlockManager
+from octavo.engine.limits import SchedulerConfig
 from octavo.engine.plan import Plan
 from octavo.engine.request import Request
 from octavo.engine.sampling_params import SamplingParams
-from octavo.engine.scheduler import Scheduler, SchedulerConfig
+from octavo.engine.scheduler import Scheduler
 
 BUDGET, MODEL_LEN = 2048, 4096  # tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,19 @@ class BlockManager:
         self.windows, self.num_blocks, self.block_size = tuple(windows), tuple(num_blocks), block_size
         self.caching, self.max_num_batched_tokens = enable_prefix_caching, max_num_batched_tokens
         self.windowed = any(w is not None for w in windows)
+        self.evict: Callable[[BlockPool], int] | None = None
         self.clear()
 
     def clear(self) -> None:
         """Starts from pools that nobody has used."""
         self.pools = [BlockPool(n, group) for group, n in enumerate(self.num_blocks)]
+        self.set_evict(self.evict)
+
+    def set_evict(self, evict: Callable[[BlockPool], int] | None) -> None:
+        """Has every pool ask which free block to use next; None: the one freed first."""
+        self.evict = evict
+        for pool in self.pools:
+            pool.evict = evict
 
     def ceil(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""

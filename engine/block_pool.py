@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 ROOT = hashlib.sha256(b"octavo: nothing precedes the first block").digest()
@@ -45,10 +45,15 @@ class BlockPool:
         self.key_of: dict[int, bytes] = {}
         self.holder: dict[bytes, int] = {}
         self.duplicates: dict[bytes, list[int]] = {}
+        self.evict: Callable[[BlockPool], int] | None = None  # names the free block that is used next
 
     def take(self) -> int:
         """A free block, from now on used once. What it held is forgotten (evicted)."""
-        block, _ = self.free.popitem(last=False)
+        if self.evict is None:
+            block, _ = self.free.popitem(last=False)
+        else:
+            block = self.evict(self)
+            del self.free[block]
         if block in self.key_of:
             self._forget(block)
         self.refs[block] = 1

@@ -23,6 +23,7 @@ from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
 from .json_file import read_json
+from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
 from .loading.weights import dummy_weights, load_weights
@@ -30,7 +31,7 @@ from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .recorded_scheduler import RecordedScheduler
 from .runner import Runner
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler, SchedulerConfig
+from .scheduler import Scheduler
 from .step_log import StepLog
 from .tokenizer import Tokenizer, load_tokenizer
 

@@ -1,24 +1,43 @@
-"""How much runs at a time: what was compiled is the bound, and less may be asked for while requests are running."""
+"""How much runs at a time, and who goes first: what was compiled is the bound, and less may be asked for later."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from .checks import integer
+from .policy import as_policy
 
 
-class Bounds(Protocol):
-    """What the programs were made for: a SchedulerConfig."""
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits of a step, and who goes first."""
 
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def enable_chunked_prefill(self) -> bool: ...
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # tokens of one request a step, while others want some; 0: no limit
+    policy: str = "fcfs"  # or "priority"
+    order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
+    watermark: float = 0.0  # part of each pool that an admission leaves free while others run
+
+    def __post_init__(self) -> None:
+        seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
+        if seqs < 1 or length < 2:
+            raise ValueError(f"max_num_seqs {seqs} must be at least 1, max_model_len {length} at least 2")
+        if budget < seqs:
+            raise ValueError(f"max_num_batched_tokens {budget} is less than max_num_seqs {seqs}")
+        if not self.enable_chunked_prefill and budget < length:
+            raise ValueError(f"max_num_batched_tokens {budget} < max_model_len {length}, which needs chunked prefill")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} is negative")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} needs chunked prefill")
+        as_policy(self.policy)
+        if self.order not in ("decode_first", "prefill_first"):
+            raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark {self.watermark} is not a part of the pool, from 0 to under 1")
 
 
 @dataclass(frozen=True)
@@ -29,11 +48,11 @@ class Limits:
     max_num_batched_tokens: int
 
     @staticmethod
-    def of(bounds: Bounds) -> Limits:
+    def of(bounds: SchedulerConfig) -> Limits:
         """All that was compiled."""
         return Limits(bounds.max_num_seqs, bounds.max_num_batched_tokens)
 
-    def changed(self, bounds: Bounds, max_num_seqs: int | None, max_num_batched_tokens: int | None) -> Limits:
+    def changed(self, bounds: SchedulerConfig, max_num_seqs: int | None, max_num_batched_tokens: int | None) -> Limits:
         """The same with what is not None. Raises ValueError beyond the bounds, or where the two do not go together."""
         seqs = self.max_num_seqs if max_num_seqs is None else integer("max_num_seqs", max_num_seqs, 1)
         tokens = self.max_num_batched_tokens

@@ -1,18 +1,12 @@
-"""Who is preempted, and what the log says of it."""
+"""What the log says of a preemption."""
 
 from __future__ import annotations
 
 import logging
 
 from .request import Request
-from .waiting import rank
 
 log = logging.getLogger("octavo.engine.scheduler")
-
-
-def victim(running: dict[Request, None], policy: str) -> Request:
-    """Who goes first: the one admitted last, or under the priority policy the one of the greatest rank."""
-    return next(reversed(running)) if policy == "fcfs" else max(running, key=rank)
 
 
 def warn(r: Request, num_preemptions: int) -> None:

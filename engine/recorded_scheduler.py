@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .block_manager import BlockManager
+from .limits import SchedulerConfig
 from .plan import Plan
 from .request import Request
-from .scheduler import Scheduler, SchedulerConfig
+from .scheduler import Scheduler
 from .scheduler_state import dump_requests, load_requests
 from .step_log import StepLog
 

@@ -7,55 +7,22 @@ but have no value here. Their values reach the next step on the device, in rows[
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
-from .limits import Limits
+from .limits import Limits, SchedulerConfig
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
-from .preemption import victim, warn
+from .policy import as_policy
+from .preemption import warn
 from .reads import end_complete, plan_reads
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
 from .siblings import Estates, first_will_compute, may_fork
-from .waiting import QUEUES, WaitingQueue
+from .waiting import WaitingQueue
 
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of a step, and who goes first."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # tokens of one request a step, while others want some; 0: no limit
-    policy: str = "fcfs"  # or "priority"
-    order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
-    watermark: float = 0.0  # part of each pool that an admission leaves free while others run
-
-    def __post_init__(self) -> None:
-        seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
-        if seqs < 1 or length < 2:
-            raise ValueError(f"max_num_seqs {seqs} must be at least 1, max_model_len {length} at least 2")
-        if budget < seqs:
-            raise ValueError(f"max_num_batched_tokens {budget} is less than max_num_seqs {seqs}")
-        if not self.enable_chunked_prefill and budget < length:
-            raise ValueError(f"max_num_batched_tokens {budget} < max_model_len {length}, which needs chunked prefill")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} is negative")
-        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
-            raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} needs chunked prefill")
-        if self.policy not in QUEUES:
-            raise ValueError(f"policy {self.policy!r} is none of {', '.join(QUEUES)}")
-        if self.order not in ("decode_first", "prefill_first"):
-            raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark {self.watermark} is not a part of the pool, from 0 to under 1")
 
 
 class Scheduler:
@@ -64,13 +31,16 @@ class Scheduler:
     schedule may be called again before update: None then means that nothing can go on until a result is read.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager):
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Any = None):
+        """`policy` takes the place of the config's: a name, or an object as policy.as_policy describes."""
         if blocks.max_num_batched_tokens != config.max_num_batched_tokens:
             raise ValueError(
                 f"blocks are counted for {blocks.max_num_batched_tokens} tokens a step, not for "
                 f"max_num_batched_tokens {config.max_num_batched_tokens}"
             )
         self.config, self.blocks, self.limits = config, blocks, Limits.of(config)
+        self.policy = as_policy(config.policy if policy is None else policy)
+        blocks.set_evict(self.policy.evict)
         self.spare_blocks = int(config.watermark * min(blocks.num_blocks))
         self.events: list[tuple[str, Reason]] = []  # reasons that the next plan reports
         self.step = self.first_step = 0
@@ -83,7 +53,7 @@ class Scheduler:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.alive: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in order of admission
-        self.waiting: WaitingQueue = QUEUES[self.config.policy]()
+        self.waiting: WaitingQueue = self.policy.queue()
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
         self.estates = Estates()
@@ -193,7 +163,7 @@ class Scheduler:
         """
         self.limits = self.limits.changed(self.config, max_num_seqs, max_num_batched_tokens)
         while len(self.running) > self.limits.max_num_seqs:
-            self._preempt(victim(self.running, self.config.policy), Draft(0))
+            self._preempt(self.policy.victim(self.running), Draft(0))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
@@ -297,7 +267,7 @@ class Scheduler:
         while not self.blocks.reserve(r, r.computed + n, writes):
             if self.estates.settle(self.blocks):
                 continue
-            last = victim(self.running, self.config.policy)
+            last = self.policy.victim(self.running)
             self._preempt(last, draft)
             warn(last, self.num_preemptions)
             if last is r:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from .request import Request
 
@@ -56,33 +56,35 @@ class FcfsQueue:
         return iter(self.requests)
 
 
-class PriorityQueue:
-    """Smallest (priority, arrival) first. A preempted request goes back to its own place."""
+class RankedQueue:
+    """Smallest rank first. A preempted request goes back to its own place. A rank must not change while it waits."""
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []  # the head at the end, where it is cheap to remove
+    def __init__(self, rank: Callable[[Request], Any] = rank) -> None:
+        self.rank = rank
+        # ranks and requests apart, so that only ranks are compared; equal ones keep their order
+        self.ranks: list[Any] = []
+        self.requests: list[Request] = []
 
     def head(self) -> Request:
-        return self.requests[-1]
+        return self.requests[0]
 
     def push(self, r: Request) -> None:
-        insort_left(self.requests, r, key=lambda x: (-x.priority, -x.arrival))
+        at = bisect_right(self.ranks, mine := self.rank(r))
+        self.ranks.insert(at, mine)
+        self.requests.insert(at, r)
 
     def give_back(self, requests: Sequence[Request]) -> None:
-        for r in requests:
-            self.push(r)
+        for r in reversed(requests):
+            at = bisect_left(self.ranks, mine := self.rank(r))
+            self.ranks.insert(at, mine)
+            self.requests.insert(at, r)
 
     def remove(self, r: Request) -> None:
-        if self.requests[-1] is r:
-            self.requests.pop()
-        else:
-            self.requests.remove(r)
+        at = self.requests.index(r)
+        del self.requests[at], self.ranks[at]
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return reversed(self.requests)
-
-
-QUEUES = {"fcfs": FcfsQueue, "priority": PriorityQueue}
+        return iter(self.requests)

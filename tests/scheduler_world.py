@@ -14,10 +14,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from octavo.engine.block_manager import BlockManager
+from octavo.engine.limits import SchedulerConfig
 from octavo.engine.plan import Plan, Reason
 from octavo.engine.request import Request
 from octavo.engine.sampling_params import SamplingParams
-from octavo.engine.scheduler import Scheduler, SchedulerConfig
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_log import from_json, to_json
 from octavo.engine.waiting import rank
 

@@ -82,6 +82,7 @@ def simulate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
     max_model_len: Annotated[int, typer.Option(help="Tokens of a request.")] = 8192,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse equal beginnings of prompts.")] = True,
+    policy: Annotated[str, typer.Option(help="fcfs, priority, or FILE.py:NAME (rank, evict).")] = "fcfs",
     overlap: Annotated[bool, typer.Option(help="Plan a step before the one before it is read.")] = True,
     cost: Annotated[str | None, typer.Option(help='Seconds: {"base": 2e-3, "per_token": 2e-5 ...} or a file.')] = None,
     measure: Annotated[str | None, typer.Option(help="Take the cost from steps of this model, run here.")] = None,
@@ -91,12 +92,14 @@ def simulate(
     """Runs the production scheduler on a trace, with a fake step under a virtual clock; or a step log's decisions."""
     with reporting(debug):
         from .simulate import Simulation, make_scheduler, read_trace
+        from .user_code import load_object
 
         if _is_step_log(trace):
             _show_decisions(trace, as_json)
             return
         scheduler = make_scheduler(
             num_blocks,
+            policy=load_object(policy) if ":" in policy else policy,
             block_size=block_size,
             enable_prefix_caching=prefix_caching,
             max_num_seqs=max_num_seqs,

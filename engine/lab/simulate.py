@@ -12,10 +12,11 @@ from typing import Any
 
 from ..block_manager import BlockManager
 from ..checks import check_names, integer, number
+from ..limits import SchedulerConfig
 from ..plan import Plan
 from ..request import Request
 from ..sampling_params import SamplingParams, request_key
-from ..scheduler import Scheduler, SchedulerConfig
+from ..scheduler import Scheduler
 from .quantiles import Quantiles
 from .rerun import quiet
 
@@ -195,14 +196,15 @@ def make_scheduler(
     block_size: int = 16,
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
+    policy: Any = "fcfs",
     **limits: Any,
 ) -> Scheduler:
-    """A scheduler as an LLM would make it; `limits` are SchedulerConfig's."""
+    """A scheduler as an LLM would make it; `limits` are SchedulerConfig's, `policy` is what as_policy takes."""
     config = SchedulerConfig(**limits)
     blocks = BlockManager(
         windows, [num_blocks] * len(windows), block_size, enable_prefix_caching, config.max_num_batched_tokens
     )
-    return Scheduler(config, blocks)
+    return Scheduler(config, blocks, policy)
 
 
 @functools.lru_cache(maxsize=1 << 14)

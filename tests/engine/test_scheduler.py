@@ -7,9 +7,10 @@ import logging
 import pytest
 from scheduler_world import add, make_request, make_scheduler, planned, run, step
 
+from octavo.engine.limits import SchedulerConfig
 from octavo.engine.plan import Reason
 from octavo.engine.sampling_params import SamplingParams
-from octavo.engine.scheduler import Scheduler, SchedulerConfig
+from octavo.engine.scheduler import Scheduler
 
 # golden scenarios of semantics 2.9
 

@@ -1,0 +1,24 @@
+"""A user's own classes, from a file: my_policy.py:MyPolicy."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def load_object(where: str) -> Any:
+    """What FILE.py:NAME names; a class is called without arguments. Raises ValueError if there is no such thing."""
+    file, _, name = where.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{where!r} is not FILE.py:NAME")
+    if not Path(file).exists():
+        raise ValueError(f"{where!r}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"{where!r}: {file} has no {name}")
+    found = getattr(module, name)
+    return found() if isinstance(found, type) else found

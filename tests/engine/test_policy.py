@@ -1,0 +1,109 @@
+"""Scheduling policies: a user's rank and eviction are what the scheduler does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scheduler_world import add, make_request, planned
+
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.lab.simulate import Arrival, Cost, Simulation, make_scheduler
+from octavo.engine.lab.user_code import load_object
+from octavo.engine.limits import SchedulerConfig
+from octavo.engine.policy import as_policy
+from octavo.engine.scheduler import Scheduler
+
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
+
+
+class ShortestFirst:
+    def rank(self, request):
+        return len(request.prompt)
+
+
+class NewestFirst:
+    """Of the blocks whose content is cached, forgets what was freed last: the opposite of the default."""
+
+    def evict(self, pool):
+        return next((b for b in pool.free if b not in pool.key_of), next(reversed(pool.free)))
+
+
+def scheduler(policy, max_num_seqs=1, num_blocks=50):
+    blocks = BlockManager([None], [num_blocks], 4, True, 64)
+    return Scheduler(SchedulerConfig(max_num_seqs, 64, 64), blocks, policy)
+
+
+def test_the_smallest_rank_starts_first():
+    s = scheduler(ShortestFirst(), max_num_seqs=2)
+    add(s, *(make_request(str(n), range(n)) for n in (9, 3, 6)))
+    assert [c.request_id for c in planned(s).chunks] == ["3", "6"]
+
+
+def test_equal_ranks_keep_their_order_also_after_a_preemption():
+    s = scheduler(ShortestFirst(), max_num_seqs=3)
+    add(s, *(make_request(f"{name}", range(5)) for name in "abc"))
+    assert [c.request_id for c in planned(s).chunks] == ["a", "b", "c"]
+    s.set_limits(max_num_seqs=1)
+    assert [r.id for r in s.waiting] == ["b", "c"]
+
+
+def test_the_greatest_rank_is_preempted():
+    s = scheduler(ShortestFirst(), max_num_seqs=3)
+    add(s, *(make_request(str(n), range(n)) for n in (5, 8, 3)))
+    planned(s)
+    s.set_limits(max_num_seqs=2)
+    assert [r.id for r in s.waiting] == ["8"]
+
+
+def test_the_block_that_a_policy_names_is_used_next():
+    """Two cached prompts, then room is needed: the default forgets the older one, this policy the newer one."""
+    hits = {}
+    for policy in ("fcfs", NewestFirst()):
+        s = scheduler(policy, num_blocks=7)
+        for name, prompt in (("old", [1] * 12), ("new", [2] * 12), ("other", [3] * 12), ("again", [1] * 12)):
+            (r,) = add(s, make_request(name, prompt, max_tokens=1))
+            s.update(planned(s), [0])
+            hits[name, str(policy)] = r.num_cached
+        hits[type(policy).__name__] = hits["again", str(policy)]
+    assert hits["str"] == 0 and hits["NewestFirst"] == 8
+
+
+def test_every_request_is_served_under_any_rank():
+    rng = random.Random(2)
+    arrivals = [Arrival(i * 0.05, rng.randint(1, 80), rng.randint(1, 20), n=rng.choice([1, 2])) for i in range(150)]
+
+    class Odd:
+        def rank(self, request):
+            return hash((len(request.prompt), request.arrival)) % 7
+
+        def evict(self, pool):
+            return max(pool.free)
+
+    report = Simulation(make_scheduler(14, policy=Odd(), **LIMITS), Cost(0.1, 0, 0, 0)).run(arrivals)
+    assert report.num_requests == sum(a.n for a in arrivals)
+    assert report.num_tokens == sum(a.n * a.output for a in arrivals)
+    assert report.num_preemptions > 0
+
+
+def test_shortest_first_answers_short_ones_sooner():
+    rng = random.Random(4)
+    arrivals = [Arrival(0.0, rng.choice([8, 200]), 8) for _ in range(60)]
+    found = [
+        Simulation(make_scheduler(100, policy=p, **LIMITS), Cost(0.1, 0, 0, 0)).run(arrivals)
+        for p in ("fcfs", ShortestFirst())
+    ]
+    assert found[1].ttft.quantile(0.5) < 0.7 * found[0].ttft.quantile(0.5)
+
+
+def test_what_is_no_policy_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'lifo' is none of fcfs, priority"):
+        as_policy("lifo")
+    with pytest.raises(ValueError, match="neither rank"):
+        as_policy(3)
+    (tmp_path / "mine.py").write_text("class Mine:\n    def rank(self, r):\n        return 0\n")
+    assert as_policy(load_object(f"{tmp_path}/mine.py:Mine")).name == "Mine"
+    for where, message in (("mine.py", "is not FILE.py:NAME"), (f"{tmp_path}/no.py:A", "there is no file"),
+                           (f"{tmp_path}/mine.py:Yours", "has no Yours")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load_object(where)
