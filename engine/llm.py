@@ -229,6 +229,8 @@ class LLM(EngineSteps):
         with self.lock:
             num_waiting = max(0, len(s.alive) + num_new - s.limits.max_num_seqs)
         if num_waiting > most:
+            if self.metrics:
+                self.metrics.num_rejected += num_new
             raise QueueFullError(
                 f"request {request_id!r} is refused: {num_waiting} would wait, and max_num_queued_reqs is {most}"
             )

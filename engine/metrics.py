@@ -68,7 +68,7 @@ class EngineMetrics:
         self.scheduler, self.pool, self.clock = scheduler, pool, clock
         longest = scheduler.config.max_model_len
         lengths = decades((1.0, 2.0, 5.0), 0, len(str(longest)))
-        self.num_queued = 0  # requests, since the start
+        self.num_queued = self.num_rejected = 0  # requests, since the start
         self.num_generation_tokens = 0
         self.ends: Counter[str] = Counter()  # requests by finish_reason
         # of the last plan: why the queue's head does not start, and who is set aside

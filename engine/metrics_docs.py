@@ -15,7 +15,6 @@ LEFT_OUT = {
     "mm_cache_queries, mm_cache_hits": "there are no images yet",
     "spec_decode_num_drafts, spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens": "nobody drafts yet",
     "corrupted_requests": "nobody looks for NaN in logits",
-    "admission_rejections": "the queue has no bound yet",
     "kv_block_lifetime_seconds, kv_block_idle_before_evict_seconds, kv_block_reuse_gap_seconds": "the block pool has "
     "no clock",
 }

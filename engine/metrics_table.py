@@ -88,6 +88,12 @@ METRICS = (
         lambda m: {reason: m.ends[reason] for reason in dict.fromkeys((*ENDS, *m.ends))},
         "finished_reason",
     ),
+    Metric(
+        "admission_rejections",
+        "counter",
+        "requests that the queue had no room for (max_num_queued_reqs); they are counted nowhere else",
+        lambda m: m.num_rejected,
+    ),
     Metric("time_to_first_token_seconds", "histogram", "arrival to first token", lambda m: m.first_token),
     Metric("inter_token_latency_seconds", "histogram", "a token to the next", lambda m: m.inter_token),
     Metric(

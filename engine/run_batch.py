@@ -99,6 +99,8 @@ class Batch:
 
     def run(self, llm: LLM, *, progress: bool = False) -> Summary:
         """Serves all lines that have no result yet. What is written stays when it is interrupted."""
+        if llm.config.max_num_queued_reqs is not None:
+            raise ValueError(f"max_num_queued_reqs {llm.config.max_num_queued_reqs}: a batch fills the queue itself")
         start = time.perf_counter()
         with Progress(self.total, progress) as bar:
             bar.advance(0, self.summary.num_resumed)
@@ -240,8 +242,11 @@ class _Run:
         done = [o for o in entry.outputs if o is not None]
         if len(done) < len(entry.outputs):
             return
-        if any(sample.finish_reason == "error" for o in done for sample in o.outputs):
-            self._fail(entry, RequestError("the engine ended the request with an error", status=500))
+        failed = [sample.error for o in done for sample in o.outputs if sample.finish_reason == "error"]
+        if failed:
+            # what it can say is what was wrong with the request: a grammar that cannot be compiled, say
+            message = failed[0] or "the engine ended the request with an error"
+            self._fail(entry, RequestError(message, status=400 if failed[0] else 500))
             return
         assert isinstance(entry.ask, Ask)
         request_id = entry.line.id.removeprefix("batch_req_")

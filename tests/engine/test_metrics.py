@@ -16,7 +16,7 @@ import tokenizers
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, spec_of
 
-from octavo.engine import LLM
+from octavo.engine import LLM, QueueFullError
 from octavo.engine.metrics import LATENCY, PER_TOKEN, PHASE, Buckets, EngineMetrics
 from octavo.engine.metrics_docs import markdown
 from octavo.engine.metrics_export import Counter, Exporter, Gauge, Histogram, Metric
@@ -147,7 +147,7 @@ def test_sums_hold_at_every_step(overlap: bool) -> None:
     metrics, queued = llm.metrics, 0
     launch = llm.runner.launch
 
-    def fail(plan):
+    def fail(*_):
         raise OSError("planted")
 
     for step in range(110):
@@ -339,7 +339,7 @@ def test_nothing_is_kept_when_statistics_are_off(monkeypatch: pytest.MonkeyPatch
 
 def test_every_metric_changes() -> None:
     """Nothing is exported that is never updated."""
-    llm = watched(num_gpu_blocks_override=20, async_scheduling=False)
+    llm = watched(num_gpu_blocks_override=20, async_scheduling=False, max_num_queued_reqs=len(PROMPTS) - 2)
     seen: dict[str, set] = {}
 
     def look() -> None:
@@ -350,10 +350,14 @@ def test_every_metric_changes() -> None:
     for i, prompt in enumerate(PROMPTS):
         llm.add_request(str(i), prompt, GREEDY)
     llm.add_request("n", PROMPTS[0], replace(RANDOM, n=2))
+    look()
+    with pytest.raises(QueueFullError):
+        llm.add_request("rejected", PROMPTS[0], replace(RANDOM, n=3))
     while llm.has_unfinished_requests():
         look()
         llm.step()
     look()
+    assert value(llm, "admission_rejections") == 3
     still = {name for name, values in seen.items() if len(values) < 2} - {"vllm:cache_config_info"}
     assert not still
     assert set(seen) == {"vllm:cache_config_info", *(f"vllm:{m.name}" for m in METRICS)}

@@ -176,6 +176,35 @@ def test_a_bad_line_is_an_error_on_that_line_alone(llm: LLM, tmp_path: Path, cas
     assert (summary.num_lines, summary.num_failed) == (3, 1)
 
 
+def test_forms_are_kept_and_bad_ones_are_errors(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "w96"}))
+    llm = LLM(str(model), **ENGINE)
+    chat = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 5}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    found = results_of(
+        llm,
+        tmp_path,
+        line("choice", prompt="w1", structured_outputs={"choice": [" w3", " w4"]}, max_tokens=5, seed=1),
+        line("bad schema", CHAT, response_format=schema, **chat),
+        line("bad regex", prompt="w1", structured_outputs={"regex": "("}, max_tokens=5),
+        line("free", prompt="w1", max_tokens=5, seed=1),
+    )
+    kept, schema_error, regex_error, free = found
+    assert kept["response"]["body"]["choices"][0]["text"].strip() in ("w3", "w4")
+    assert "nonsense" in schema_error["error"]["message"] and schema_error["response"]["status_code"] == 400
+    assert "structured_outputs" in regex_error["error"]["message"]
+    assert free["error"] is None
+
+
+def test_a_bounded_queue_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a", **GOOD))
+    bounded = LLM(str(folder), max_num_queued_reqs=1, **ENGINE)
+    with pytest.raises(ValueError, match="max_num_queued_reqs 1: a batch fills the queue itself"):
+        serve(bounded, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
 def test_a_custom_id_that_occurs_twice_is_an_error_the_second_time(llm: LLM, tmp_path: Path) -> None:
     first, second, third = results_of(llm, tmp_path, line("a", **GOOD), line("a", **GOOD), line("b", **GOOD))
     assert first["error"] is None is third["error"]
@@ -346,12 +375,12 @@ def test_a_failing_engine_writes_nothing_and_can_be_gone_on_with(
     source.write_text("\n".join(line(str(i), prompt=[i], max_tokens=3, temperature=0) for i in range(12)))
     launch = llm.runner.launch
 
-    def fail(plan):
+    def fail(*arguments):
         nonlocal calls
         calls += 1
         if calls > 7:
             raise OSError("planted")
-        return launch(plan)
+        return launch(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "launch", fail)
