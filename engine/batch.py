@@ -58,11 +58,14 @@ class Shapes:
     ) -> Shapes:
         """`exact` is for backends that compile nothing: sizes then follow the work closely. `graph_tokens` is for those
         that record graphs, which cost less than a compiled program: more sizes, and beyond so many tokens nearly exact
-        ones, which are not recorded. `any_width`: a wider block table costs only its transfer.
+        ones, which are not recorded. `any_width`: a wider block table costs only its transfer,
+        and leaves room for more sizes.
         """
         blocks = -(-max_model_len // block_size)
         seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
         sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
+        if any_width:
+            tokens = steps(budget, 32)
         if exact:
             seqs = sampled = tuple(range(1, max_num_seqs + 1))
             tokens = (*range(8, budget, 8), budget)
@@ -91,6 +94,18 @@ def powers(factor: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     while smallest < largest:
         sizes.append(smallest)
         smallest *= factor
+    return (*sizes, largest)
+
+
+def steps(largest: int, smallest: int) -> tuple[int, ...]:
+    """smallest, then at least 128 or a quarter of the power of two below more each time, then largest itself.
+
+    So that no more than a third of a large step is padding.
+    """
+    sizes, n = [], smallest
+    while n < largest:
+        sizes.append(n)
+        n += n if n < 256 else max(128, (1 << n.bit_length() - 1) // 4)
     return (*sizes, largest)
 
 

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .ragged import HIDDEN, LOG2_E, Plan
 
 ROWS = 64  # of a unit
+ALIGNED = 8  # TMA moves tiles of 8 rows: where one starts is a multiple of that
 STAGES = 2  # tiles of keys and values in shared memory
 
 
@@ -38,10 +39,12 @@ class Pairs(NamedTuple):
 def pairs_of(plan: Plan, group_size: int) -> Pairs:
     """The pairs of the sequences with several tokens. Their number is fixed by the step's shapes."""
     counts_S, num_seqs = plan.counts_S, plan.counts_S.shape[0]
-    pairs_S = jnp.where(counts_S > 1, (-(-counts_S // ROWS) * group_size + 1) // 2, 0)
+    tiles_S = -(-(counts_S + plan.starts_S % ALIGNED) // ROWS)
+    pairs_S = jnp.where(counts_S > 1, (tiles_S * group_size + 1) // 2, 0)
     last_S = jnp.cumsum(pairs_S, dtype=jnp.int32)
     many = min(num_seqs, plan.num_tokens // 2)
-    most = ((plan.num_tokens // ROWS + many) * group_size + many) // 2 + 1
+    # c tokens are in at most (c + 7 + 63) / 64 tiles; of an odd number of units one is wasted
+    most = (((plan.num_tokens + (ROWS + ALIGNED - 2) * many) // ROWS + 1) * group_size + many) // 2 + 1
     pair_W = jnp.arange(most, dtype=jnp.int32)
     seq_W = jnp.minimum(jnp.sum(pair_W[:, None] >= last_S[None], axis=-1, dtype=jnp.int32), num_seqs - 1)
     unit_W = jnp.maximum(2 * (last_S[seq_W] - 1 - pair_W), 0)
@@ -73,14 +76,13 @@ class Unit(NamedTuple):
 
 
 def unit_of(unit: jax.Array, start: Any, count: Any, length: Any, groups: int, n: int, num_tokens: int) -> Unit:
-    """A unit of a sequence. The last tokens of a long sequence are a whole unit too: it goes back as far as it needs,
-    and its rows are then computed twice, to the same bits."""
+    """A unit of a sequence. Its rows begin at a multiple of 8, so that some may be of the sequence before or behind."""
     group, tile = lax.rem(unit, jnp.int32(groups)), lax.div(unit, jnp.int32(groups))
-    first, end = start + tile * ROWS, start + count
-    token = jnp.where(count >= ROWS, jnp.minimum(first, end - ROWS), jnp.minimum(start, num_tokens - ROWS))
+    first, end = start - lax.rem(start, jnp.int32(ALIGNED)) + tile * ROWS, start + count
+    token = jnp.minimum(first, num_tokens - ROWS)
     position = length - count + token - start
-    low, high = jnp.maximum(start - token, 0), jnp.minimum(end - token, ROWS)
-    tiles = jnp.where(tile * ROWS < count, lax.div(position + high + (n - 1), jnp.int32(n)), 0)
+    low, high = jnp.maximum(start, first) - token, jnp.minimum(end, first + ROWS) - token
+    tiles = jnp.where(first < end, lax.div(position + high + (n - 1), jnp.int32(n)), 0)
     return Unit(group, token, position, low, high, tiles)
 
 
@@ -105,7 +107,7 @@ def prefill(
     """
     num_tokens, dim = q_TKGD.shape[0], spec.k_dim
     # a unit's rows have to exist, and TMA counts rows in eights
-    if padding := max(ROWS - num_tokens, -num_tokens % 8):
+    if padding := max(ROWS - num_tokens, -num_tokens % ALIGNED):
         q_TKGD = jnp.pad(q_TKGD, ((0, padding), (0, 0), (0, 0), (0, 0)))
     n, size = tile_keys(dim), k.shape[order.split().index("p")]
     body = functools.partial(
@@ -179,7 +181,7 @@ def kernel(*refs: Any, order: str, spec: Any, n: int, size: int, num_tokens: int
         one, two = (unit_of(unit_ref[w] + j, start, count, length, spec.group_size, n, num_tokens) for j in (0, 1))
         first = jnp.int32(0)
         if spec.window:
-            first = lax.div(jnp.maximum(one.position + 1 - spec.window, 0), jnp.int32(n))
+            first = lax.div(jnp.maximum(one.position + one.low + 1 - spec.window, 0), jnp.int32(n))
         return Loop(head, (one, two), first, jnp.maximum(one.tiles, two.tiles), seen, seq, length)
 
     def fetch(i: jax.Array, seen: jax.Array) -> jax.Array:
@@ -319,8 +321,9 @@ def attend_unit(work: Loop, unit: Unit, wg: Any, q_ref: Any, sinks_ref: Any, out
         plgpu.barrier_arrive(v_free.at[slot])
         take_turns()
 
-    # tiles that every row sees whole need no mask
-    whole = work.first if spec.window else jnp.minimum(lax.div(unit.position + 1, jnp.int32(n)), unit.tiles)
+    # tiles that every own row sees whole need no mask
+    seen = unit.position + unit.low + 1
+    whole = work.first if spec.window else jnp.minimum(lax.div(seen, jnp.int32(n)), unit.tiles)
     carry = lax.fori_loop(work.first, whole, functools.partial(tile, masked=False), carry)
     carry = lax.fori_loop(whole, unit.tiles, functools.partial(tile, masked=True), carry)
     lax.fori_loop(jnp.maximum(unit.tiles, work.first), work.tiles, skip, None)
