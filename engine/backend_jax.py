@@ -28,6 +28,7 @@ from ..models.interface import (
     map_tree,
 )
 from ..sharding.rules import ShardingRules
+from .resident_jax import Resident, resident
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
@@ -177,7 +178,9 @@ class JaxBackend:
             return functools.partial(_run_eagerly, fn, at, self.pure)
         options: dict[str, Any] = {} if self.pure else {"donate_argnums": at}
         if self.mesh is None:
-            return jax.jit(fn, **options)
+            program = jax.jit(fn, **options)
+            # on a CPU there is no command buffer to keep
+            return program if jax.default_backend() == "cpu" else resident(program, args, ("inputs", "sampling"))
         everywhere = jax.NamedSharding(self.mesh, jax.P())
         ins, out = (tuple(self._shardings.get(name, everywhere) for name in names) for names in (args, outs))
         if len(outs) == 1:
@@ -196,7 +199,10 @@ class JaxBackend:
         if self.eager:
             return
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            waiting = [pool.submit(program.lower(*args).compile) for program, args in calls]
+            waiting = []
+            for program, args in calls:
+                more = program.renewals(*args) if isinstance(program, Resident) else []
+                waiting += [pool.submit(lowered.compile) for lowered in (program.lower(*args), *more)]
             for one in waiting:
                 one.result()
 

@@ -42,7 +42,7 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.attend, supports_everything, reference.query_tiles),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
-PREFERENCE = {"cpu": ("cpu", "reference"), "gpu": ("triton_lowered", "reference"), "tpu": ("reference",)}
+PREFERENCE = {"cpu": ("cpu", "reference"), "gpu": ("mosaic_gpu", "triton_lowered", "reference"), "tpu": ("reference",)}
 
 
 class AttentionOp:

@@ -1,0 +1,65 @@
+"""Small inputs that stay on the device, at one address, until they change.
+
+XLA records a step's kernels in a command buffer (a CUDA graph) and writes its hundreds of nodes anew whenever an
+argument lies elsewhere than at the last call; that costs the host more than everything else it does in a step
+(measured, docs/LOG.md). In a steady decode, rows and query starts do not change at all, and block tables now and then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Resident:
+    """A jitted program. numpy arrays in the arguments `at` are copied to the device only when they differ.
+
+    Each kind of call (structure, shapes) keeps its own copies. The arrays given must not be changed afterwards.
+    """
+
+    def __init__(self, program: Any, at: tuple[int, ...]) -> None:
+        self.program, self.at = program, at
+        self.kept: dict[Any, tuple[np.ndarray, jax.Array]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        args_list = list(args)
+        for i in self.at:
+            leaves, tree = jax.tree.flatten(args[i])
+            args_list[i] = tree.unflatten([self._settle((i, tree, j), x) for j, x in enumerate(leaves)])
+        return self.program(*args_list)
+
+    def lower(self, *args: Any) -> Any:
+        """As the program's own."""
+        return self.program.lower(*args)
+
+    def renewals(self, *args: Any) -> list[Any]:
+        """Lowered programs that a later call with other numbers will run."""
+        arrays = [x for i in self.at for x in jax.tree.leaves(args[i]) if isinstance(x, np.ndarray)]
+        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arrays]
+
+    def _settle(self, place: Any, x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        key = (*place, x.shape)
+        if key not in self.kept:
+            self.kept[key] = x, jax.device_put(x)
+        elif not np.array_equal(self.kept[key][0], x):
+            self.kept[key] = x, _renew(self.kept[key][1], x)
+        return self.kept[key][1]
+
+
+# the sum is what XLA makes a copy of: an output that is an input would be handed through, at its own address
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _renew(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` at the address of `old`."""
+    return new | False if new.dtype == bool else new + np.zeros((), new.dtype)
+
+
+def resident(program: Any, args: tuple[str, ...], names: tuple[str, ...]) -> Callable:
+    """The program with the arguments of these names kept, if it has any."""
+    at = tuple(i for i, name in enumerate(args) if name in names)
+    return Resident(program, at) if at else program

@@ -1,0 +1,60 @@
+"""Inputs that stay on the device: right whatever changes, copied only when something does."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from octavo.engine.backend_jax import compile_counter
+from octavo.engine.resident_jax import Resident, resident
+
+
+def add(a, inputs):
+    return a + inputs["x"] * inputs["y"].sum()
+
+
+def inputs(x, y=(1, 2)):
+    return {"x": np.array(x, np.int32), "y": np.array(y, np.int32)}
+
+
+def test_results_follow_the_numbers():
+    program = Resident(jax.jit(add), (1,))
+    for x, y in (([1, 2], (1, 2)), ([1, 2], (1, 2)), ([5, 6], (1, 2)), ([5, 6], (0, 1)), ([1, 2], (1, 2)), ([7], (3,))):
+        want = add(10, inputs(x, y))
+        assert (np.asarray(program(np.int32(10), inputs(x, y))) == want).all()
+
+
+def test_what_is_equal_is_not_copied_and_what_changes_stays_where_it_was():
+    program = Resident(jax.jit(add), (1,))
+    # the first array of all is numpy's own memory on a CPU
+    for x in ([1, 2], [3, 4]):
+        program(np.int32(0), inputs(x))
+    before = {key: (kept, kept.unsafe_buffer_pointer()) for key, (_, kept) in program.kept.items()}
+    program(np.int32(0), inputs([3, 4]))
+    assert all(program.kept[key][1] is kept for key, (kept, _) in before.items())
+    program(np.int32(0), inputs([5, 6]))
+    (changed,) = (key for key, (kept, _) in before.items() if program.kept[key][1] is not kept)
+    assert before[changed][0].is_deleted()
+    assert program.kept[changed][1].unsafe_buffer_pointer() == before[changed][1]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
+def test_nothing_compiles_after_the_programs_it_names(dtype):
+    def call(value):
+        return np.int32(1), {"x": np.full(3, value, dtype), "y": np.full(2, value, dtype)}
+
+    program = Resident(jax.jit(add), (1,))
+    program.lower(*call(0)).compile()
+    for lowered in program.renewals(*call(0)):
+        lowered.compile()
+    before = compile_counter().compiles
+    assert (np.asarray(program(*call(0))) == 1).all()
+    assert (np.asarray(program(*call(1))) == add(*call(1))).all()
+    assert compile_counter().compiles == before
+
+
+def test_only_the_named_arguments_are_kept():
+    program = jax.jit(add)
+    assert resident(program, ("a", "rows"), ("inputs",)) is program
+    assert resident(program, ("a", "inputs"), ("inputs",)).at == (1,)
