@@ -12,7 +12,7 @@ import numpy as np
 from ..models.interface import Reading, Sampling, StepInput
 from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
 from ..models.prompt_embeds import NAME
-from ..models.sampling import PARAMS
+from ..models.sampling import PARAMS, VARIANTS
 from .plan import Admission, Edits, Plan, Transfer
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ MAX_TOKEN_IDS = 128  # ids a request can ask the logprobs of by name
 
 
 NO_EMBEDS: Mapping[str, PromptEmbeds] = {}
+PLAIN = VARIANTS[:3]  # what most requests ask for
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Shapes:
     logprobs: tuple[int, ...]  # -1 none, 0 the sampled one, then how many of the top
     token_ids: tuple[int, ...]  # ids a row whose logprobs are asked for by name
     read: tuple[int]  # hidden rows that are read at a time: one size, so that memory is bounded
+    seldom: tuple[int, ...] = ()  # rows of the heads that few ask for; empty: as `sampled`
+
+    def heads(self, variant: str, num_logprobs: int) -> tuple[int, ...]:
+        """Rows of the heads of that kind."""
+        return self.sampled if not self.seldom or (num_logprobs < 0 and variant in PLAIN) else self.seldom
 
     @staticmethod
     def chain(
@@ -83,6 +89,7 @@ class Shapes:
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
+            seldom=() if exact or graph_tokens is not None else sampled[2::2] or sampled[-1:],
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
         )
@@ -98,14 +105,14 @@ def powers(factor: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 def steps(largest: int, smallest: int) -> tuple[int, ...]:
-    """smallest, then at least 128 or a quarter of the power of two below more each time, then largest itself.
+    """Powers of two up to 512 and, beyond, also the middles between them; then largest itself.
 
-    So that no more than a third of a large step is padding.
+    So no more than a third of a large step is padding.
     """
     sizes, n = [], smallest
     while n < largest:
         sizes.append(n)
-        n += n if n < 256 else max(128, (1 << n.bit_length() - 1) // 4)
+        n += n if n < 512 else (1 << n.bit_length() - 1) // 2
     return (*sizes, largest)
 
 
@@ -233,7 +240,7 @@ def sampling_input(
 ) -> Sampling:
     """Which hidden rows the head samples. `mask` has one row a sampled chunk, as pack_bits makes it."""
     at = [i for i, c in enumerate(plan.chunks) if c.samples]
-    size = at_least(shapes.sampled, len(at))
+    size = at_least(shapes.heads(plan.variant, plan.num_logprobs), len(at))
     if mask is not None:
         # padding allows everything
         mask = np.concatenate([mask, np.full((size - len(at), mask.shape[1]), -1, np.int32)])

@@ -277,9 +277,9 @@ class Runner:
             for n in shapes.tokens:
                 yield self.forward_all, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
         hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
-        for n in shapes.sampled:
-            for variant in VARIANTS if self.processors else VARIANTS[:-1]:
-                for k in shapes.logprobs[:-1]:
+        for variant in VARIANTS if self.processors else VARIANTS[:-1]:
+            for k in shapes.logprobs[:-1]:
+                for n in shapes.heads(variant, k):
                     sampling = Sampling(
                         padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest, None, self.logprobs_mode
                     )
