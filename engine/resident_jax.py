@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+LARGEST = 1 << 22  # bytes of an array that is kept: block tables are, a prompt's embeddings are not
+
 
 class Resident:
     """A jitted program. numpy arrays in the arguments `at` are copied to the device only when they differ.
@@ -38,11 +40,11 @@ class Resident:
 
     def renewals(self, *args: Any) -> list[Any]:
         """Lowered programs that a later call with other numbers will run."""
-        arrays = [x for i in self.at for x in jax.tree.leaves(args[i]) if isinstance(x, np.ndarray)]
+        arrays = [x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)]
         return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arrays]
 
     def _settle(self, place: Any, x: Any) -> Any:
-        if not isinstance(x, np.ndarray):
+        if not _is_kept(x):
             return x
         key = (*place, x.shape)
         if key not in self.kept:
@@ -50,6 +52,10 @@ class Resident:
         elif not np.array_equal(self.kept[key][0], x):
             self.kept[key] = x, _renew(self.kept[key][1], x)
         return self.kept[key][1]
+
+
+def _is_kept(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.nbytes <= LARGEST
 
 
 # the sum is what XLA makes a copy of: an output that is an input would be handed through, at its own address

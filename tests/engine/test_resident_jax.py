@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.backend_jax import compile_counter
-from octavo.engine.resident_jax import Resident, resident
+from octavo.engine.resident_jax import LARGEST, Resident, resident
 
 
 def add(a, inputs):
@@ -52,6 +52,13 @@ def test_nothing_compiles_after_the_programs_it_names(dtype):
     assert (np.asarray(program(*call(0))) == 1).all()
     assert (np.asarray(program(*call(1))) == add(*call(1))).all()
     assert compile_counter().compiles == before
+
+
+def test_what_is_large_goes_through():
+    program = Resident(jax.jit(add), (1,))
+    large = {"x": np.ones(LARGEST // 4 + 1, np.float32), "y": np.ones(2, np.float32)}
+    assert (np.asarray(program(np.float32(1), large)) == 3).all()
+    assert [kept.shape for kept, _ in program.kept.values()] == [(2,)]
 
 
 def test_only_the_named_arguments_are_kept():

@@ -162,6 +162,15 @@ def test_pairs_cover_every_token_of_every_head_once(group_size):
     assert (seen[~several] == 0).all()
 
 
+@pytest.mark.slow
+def test_layers_as_programs_make_the_same_tokens():
+    """Two cache groups, so two plans; the engine's own attention traces each layer by itself."""
+    from tiny import GREEDY, PROMPTS, engine, tokens
+
+    want = tokens(engine(backend="jax"), PROMPTS[:3], GREEDY)
+    assert tokens(engine(backend="jax", attention="triton_lowered"), PROMPTS[:3], GREEDY) == want
+
+
 def test_split_count_fills_the_device():
     assert [split_count(n, 8) for n in (1, 8, 16, 64, 256)] == [64, 8, 4, 1, 1]
 
