@@ -295,7 +295,8 @@ def edit_columns(edits: Sequence[Edits], size: int, vocab_size: int) -> dict[str
         "bias": np.zeros((size, MAX_BIAS), np.float32),
         "bad_ids": np.zeros((size, MAX_BAD_IDS), np.int32),
         "bad_back": np.zeros((size, MAX_BAD_IDS), np.int32),
-        "bad_ends": np.zeros((size, 2 * MAX_BAD_WORDS + 1), np.int32),
+        "bad_words": np.full((size, MAX_BAD_IDS), -1, np.int32),
+        "bad_last": np.full((size, 2 * MAX_BAD_WORDS), -1, np.int32),
         "processors": np.zeros((size, MAX_PROCESSOR_COLUMNS), np.float32),
     }
     for i, e in enumerate(edits):
@@ -306,11 +307,11 @@ def edit_columns(edits: Sequence[Edits], size: int, vocab_size: int) -> dict[str
         for n, (token, value) in enumerate(e.bias):
             values["bias_ids"][i, n], values["bias"][i, n] = token, value
         end = 0
-        for n, word in enumerate(e.bad_words, 1):
+        for n, word in enumerate(e.bad_words):
             start, end = end, end + len(word)
             values["bad_ids"][i, start:end] = word
             values["bad_back"][i, start:end] = range(len(word) - 1, -1, -1)
-            values["bad_ends"][i, n:] = end
+            values["bad_words"][i, start:end], values["bad_last"][i, n] = n, word[-1]
         for column, value in e.processors:
             values["processors"][i, column] = value
     return values

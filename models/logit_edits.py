@@ -53,9 +53,10 @@ def edit_specs(row: Callable[..., ArraySpec], vocab_size: int) -> dict[str, Arra
         "allowed": row(-(-vocab_size // 32)),  # bits, as `unpack` reads them
         "bias_ids": row(MAX_BIAS),  # padded with -1
         "bias": row(MAX_BIAS, dtype="float32"),
-        "bad_ids": row(MAX_BAD_IDS),  # the sequences, one behind the other
+        "bad_ids": row(MAX_BAD_IDS),  # of the sequences, one behind the other
         "bad_back": row(MAX_BAD_IDS),  # how far each is from the last of its sequence
-        "bad_ends": row(2 * MAX_BAD_WORDS + 1),  # 0, then where each sequence ends; padded with the last
+        "bad_words": row(MAX_BAD_IDS),  # which sequence that is; padded with -1
+        "bad_last": row(2 * MAX_BAD_WORDS),  # the last id of each sequence; padded with -1
         "processors": row(MAX_PROCESSOR_COLUMNS, dtype="float32"),
     }
 
@@ -98,22 +99,16 @@ def _count_forbidden(rows: dict[str, Array], at_R: Array, edited_R1: Array, size
 def last_of_bad_words(rows: dict[str, Array], at_R: Array, ops: Any) -> Array:
     """For each forbidden sequence its last id if the output ends with all before it, else -1.
 
-    All sequences are compared at once: mismatches are counted along them, and a sequence fits if it has none.
+    All sequences are compared at once: a sequence fits if none of its ids misses.
     """
-    xp, ids_RM, back_RM, ends_RN = ops.xp, *(rows[name][at_R] for name in ("bad_ids", "bad_back", "bad_ends"))
+    xp, ids_RM, back_RM = ops.xp, rows["bad_ids"][at_R], rows["bad_back"][at_R]
     place_RM = rows["num_computed"][at_R][:, None] - back_RM
-    length = rows["tokens"].shape[1]
-    found_RM = rows["tokens"][at_R[:, None], xp.clip(place_RM, 0, length - 1)]
+    found_RM = rows["tokens"][at_R[:, None], xp.clip(place_RM, 0, rows["tokens"].shape[1] - 1)]
     # the last of a sequence is what may come, and only output counts
     fits_RM = (back_RM == 0) | ((found_RM == ids_RM) & (place_RM >= rows["prompt_len"][at_R][:, None]))
-    misses_RM = xp.cumulative_sum(xp.where(fits_RM, xp.zeros_like(ids_RM), 1), axis=1)
-    misses_RM = xp.concat([xp.zeros_like(misses_RM[:, :1]), misses_RM], axis=1)
-    row_R1 = ops.arange(at_R.shape[0], like=at_R)[:, None]
-    # a row that was never edited may hold anything
-    ends_RN = xp.clip(ends_RN, 0, MAX_BAD_IDS)
-    first_RN, end_RN = ends_RN[:, :-1], ends_RN[:, 1:]
-    fits_RN = (misses_RM[row_R1, end_RN] == misses_RM[row_R1, first_RN]) & (end_RN > first_RN)
-    return xp.where(fits_RN, ids_RM[row_R1, xp.clip(end_RN - 1, 0, MAX_BAD_IDS)], -1)
+    misses_RM = xp.where(fits_RM, xp.zeros_like(ids_RM), 1)
+    last_RN = rows["bad_last"][at_R]
+    return xp.where(ops.tally(rows["bad_words"][at_R], misses_RM, last_RN.shape[1]) == 0, last_RN, -1)
 
 
 def history(rows: dict[str, Array], at_R: Array) -> History:

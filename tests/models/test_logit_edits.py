@@ -20,8 +20,8 @@ from octavo.models import sampling as sampler
 from octavo.models.interface import ArraySpec, Sampling
 from octavo.models.logit_edits import MAX_BIAS, LogitsProcessor
 
-LENGTH, SCRATCH, DRAWS = 50, 40, 500
-SHAPES = Shapes((), (), (), (), (SCRATCH,), (LENGTH,), (), ())
+LENGTH, SCRATCH, DRAWS = 50, 40, 300
+SHAPES = replace(Shapes.chain(SCRATCH, 64, LENGTH, 8, 101), admitted=(SCRATCH,), known=(LENGTH,))
 
 
 def _no_repeat(logits, history, params, ops):
