@@ -16,6 +16,7 @@ from .engine_stats import EngineStats
 from .errors import EngineDeadError
 from .inboxes import Inbox, Inboxes
 from .messages import Abort, Add
+from .metrics_export import pool_exporter
 from .outputs import RequestOutput
 from .prompts import Prompt, check_id, check_params, is_chat, template_arguments, text_of, untokenized, with_ids
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -214,12 +215,12 @@ class AsyncLLM:
         await self._ask("set_limits", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
     async def get_metrics(self) -> Any:
-        """LLM.get_metrics."""
-        return await self._ask("get_metrics")
+        """LLM.get_metrics, and those of the tokenizer pool here."""
+        return await self._ask("get_metrics") + pool_exporter(self.tokenizer_pool, self.config.model).values()
 
     async def metrics_text(self) -> str:
-        """LLM.metrics_text."""
-        return await self._ask("metrics_text")
+        """LLM.metrics_text, and those of the tokenizer pool here."""
+        return await self._ask("metrics_text") + pool_exporter(self.tokenizer_pool, self.config.model).text()
 
     async def _ask(self, question: str, **arguments: Any) -> Any:
         return await asyncio.wrap_future(self.client.ask(question, **arguments))

@@ -21,7 +21,7 @@ from .engine_steps import EngineSteps
 from .errors import QueueFullError
 from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
-from .metrics_export import Exporter, Metric
+from .metrics_export import Exporter, Metric, engine_exporter
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
 from .pooling import EmbeddingRequestOutput, HiddenStatesOutput, PoolingParams, embed, hidden_states
@@ -67,8 +67,7 @@ class LLM(EngineSteps):
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
-        silent = self.config.disable_log_stats
-        self.metrics = None if silent else EngineMetrics(self.scheduler, self.tokenizer_pool)
+        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
@@ -373,7 +372,7 @@ class LLM(EngineSteps):
             raise ValueError(
                 "disable_log_stats=True: there are no metrics; LLM(..., disable_log_stats=False) keeps them"
             )
-        return Exporter(self.metrics, self.config, self.memory_plan)
+        return engine_exporter(self.metrics, self.tokenizer_pool, self.config, self.memory_plan)
 
     def get_stats(self) -> EngineStats:
         """How the engine stands."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from .plan import Plan, Reason
 from .request import Request, Times
 from .scheduler import Scheduler
-from .tokenizer_pool import TokenizerPool
 
 STARTED = frozenset((Reason.ADMITTED, Reason.FORKED, Reason.RESUMED))
 # what stops the head of the queue, and with it all behind it
@@ -59,13 +58,8 @@ class EngineMetrics:
     Counters that the scheduler keeps anyway (preemptions, prompt tokens, prefix hits) are read there.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        pool: TokenizerPool | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.scheduler, self.pool, self.clock = scheduler, pool, clock
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter):
+        self.scheduler, self.clock = scheduler, clock
         longest = scheduler.config.max_model_len
         lengths = decades((1.0, 2.0, 5.0), 0, len(str(longest)))
         self.num_queued = self.num_rejected = 0  # requests, since the start

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .metrics import Buckets, EngineMetrics
-from .metrics_table import ALIASES, PREFIX, metrics_of
+from .metrics_table import ALIASES, METRICS, POOL_METRICS, PREFIX
 from .metrics_table import Metric as Definition
+from .tokenizer_pool import TokenizerPool
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig
     from .memory_plan import MemoryPlan
+
+
+Source = tuple[Sequence[Definition], Callable[[], Any]]
+CACHE_INFO = f"{PREFIX}cache_config_info"
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,29 @@ class Histogram(Metric):
 
 
 class Exporter:
-    """Reads an engine's metrics. Takes no lock: a scrape never waits for a step, and may see half of one."""
+    """Reads metrics where they are kept. Takes no lock: a scrape never waits for a step, and may see half of one.
 
-    def __init__(self, metrics: EngineMetrics, config: EngineConfig, plan: MemoryPlan):
-        self.metrics = metrics
-        model = config.model
+    `sources` are tables with what gives the object that their metrics are read from. `info`: labels of
+    cache_config_info, if there is a cache.
+    """
+
+    def __init__(self, model: Any, sources: Sequence[Source], info: dict[str, str] | None = None):
         self.labels = {"model_name": str(model if isinstance(model, str | PurePath) else model.name)}
-        names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes")
-        self.cache_info = {name: str(getattr(config, name)) for name in names} | {
-            "num_gpu_blocks": ",".join(map(str, plan.num_blocks)),
-            "cache_dtype": plan.dtype,
-        }
+        self.sources, self.info = list(sources), info
 
     def values(self) -> list[Metric]:
         """All metrics under vLLM's names; of one with a label, a Metric for each value of it."""
-        found: list[Metric] = [Gauge(f"{PREFIX}cache_config_info", self.labels | self.cache_info, 1.0)]
-        for m in metrics_of(self.metrics):
-            value, name = m.read(self.metrics), m.full_name
+        found: list[Metric] = []
+        if self.info is not None:
+            found.append(Gauge(CACHE_INFO, self.labels | self.info, 1.0))
+        for m, value in self._read():
+            name = m.full_name
             if isinstance(value, Buckets):
                 counts = dict(_cumulative(value))
                 found.append(Histogram(name, dict(self.labels), counts["+Inf"], value.total, counts))
             elif m.label is None:
-                assert not isinstance(value, Mapping)
                 found.append(_number(m.kind, name, dict(self.labels), value))
             else:
-                assert isinstance(value, Mapping)
                 found += [_number(m.kind, name, self.labels | {m.label: key}, v) for key, v in value.items()]
         return found
 
@@ -100,20 +103,25 @@ class Exporter:
         """The same for prometheus_client, and the names of the tuning guides."""
         from prometheus_client.core import GaugeMetricFamily
 
-        info = self.labels | self.cache_info
-        family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "how the cache is set up", labels=list(info))
-        family.add_metric(list(info.values()), 1.0)
-        yield family
-        by_name = {m.name: m for m in metrics_of(self.metrics)}
-        for m in by_name.values():
-            yield self._family(m.full_name, m)
-        for alias, name in ALIASES.items():
-            yield self._family(alias, by_name[name])
+        if self.info is not None:
+            info = self.labels | self.info
+            family = GaugeMetricFamily(CACHE_INFO, "how the cache is set up", labels=list(info))
+            family.add_metric(list(info.values()), 1.0)
+            yield family
+        for m, value in self._read():
+            for name in (m.full_name, *(alias for alias, of in ALIASES.items() if of == m.name)):
+                yield self._family(name, m, value)
 
-    def _family(self, name: str, m: Definition) -> Family:
+    def _read(self) -> Iterator[tuple[Definition, Any]]:
+        for table, source in self.sources:
+            now = source()
+            for m in table:
+                yield m, m.read(now)
+
+    def _family(self, name: str, m: Definition, value: Any) -> Family:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        value, labels, own = m.read(self.metrics), list(self.labels), list(self.labels.values())
+        labels, own = list(self.labels), list(self.labels.values())
         if isinstance(value, Buckets):
             histogram = HistogramMetricFamily(name, m.doc, labels=labels)
             histogram.add_metric(own, list(_cumulative(value)), value.total)
@@ -142,6 +150,26 @@ class Exporter:
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry).decode()
+
+
+def engine_exporter(metrics: EngineMetrics, pool: TokenizerPool, config: EngineConfig, plan: MemoryPlan) -> Exporter:
+    """Of an engine with its tokenizer pool, if it has one."""
+    names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes")
+    info = {name: str(getattr(config, name)) for name in names} | {
+        "num_gpu_blocks": ",".join(map(str, plan.num_blocks)),
+        "cache_dtype": plan.dtype,
+    }
+    return Exporter(config.model, [(METRICS, lambda: metrics), *_pool_sources(pool)], info)
+
+
+def pool_exporter(pool: TokenizerPool, model: Any) -> Exporter:
+    """Of a tokenizer pool whose engine is in another process."""
+    return Exporter(model, _pool_sources(pool))
+
+
+def _pool_sources(pool: TokenizerPool) -> list[Source]:
+    # without processes nothing ever waits
+    return [(POOL_METRICS, lambda: pool.stats)] if pool.size else []
 
 
 def _number(kind: str, name: str, labels: dict[str, str], value: float) -> Metric:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .metrics import Buckets, EngineMetrics
 from .plan import Reason
-from .tokenizer_pool import PoolStats
 
 PREFIX, OWN_PREFIX = "vllm:", "octavo:"
 ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR)))
@@ -15,12 +15,15 @@ ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR)))
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `read` gives its number, its buckets, or with a `label` a number for each value of that."""
+    """One metric. `read` gives its number, its buckets, or with a `label` a number for each value of that.
+
+    Those of METRICS are read from an EngineMetrics, those of POOL_METRICS from a tokenizer pool's stats.
+    """
 
     name: str  # without the prefix; a counter's exposition adds _total
     kind: str  # gauge, counter or histogram
     doc: str
-    read: Callable[[EngineMetrics], float | Buckets | Mapping[str, float]]
+    read: Callable[[Any], float | Buckets | Mapping[str, float]]
     label: str | None = None
     prefix: str = PREFIX
 
@@ -32,11 +35,6 @@ class Metric:
 def _sources(m: EngineMetrics) -> dict[str, float]:
     s = m.scheduler
     return {"local_compute": s.num_prompt_tokens, "local_cache_hit": s.num_hit_tokens}
-
-
-def _pool(m: EngineMetrics) -> PoolStats:
-    assert m.pool is not None
-    return m.pool.stats
 
 
 METRICS = (
@@ -133,29 +131,24 @@ POOL_METRICS = (
         "tokenizer_pool_queue_length",
         "gauge",
         "texts that no tokenizer process has taken yet",
-        lambda m: _pool(m).queue_length,
+        lambda m: m.queue_length,
         prefix=OWN_PREFIX,
     ),
     Metric(
         "tokenizer_pool_mean_wait_seconds",
         "gauge",
         "mean of how long a text waited for one, since the start",
-        lambda m: _pool(m).mean_wait,
+        lambda m: m.mean_wait,
         prefix=OWN_PREFIX,
     ),
     Metric(
         "tokenizer_pool_restarts",
         "counter",
         "tokenizer processes that had to be replaced",
-        lambda m: _pool(m).num_restarts,
+        lambda m: m.num_restarts,
         prefix=OWN_PREFIX,
     ),
 )
-
-
-def metrics_of(m: EngineMetrics) -> tuple[Metric, ...]:
-    """Those that change in this engine."""
-    return METRICS + (POOL_METRICS if m.pool is not None and m.pool.size else ())
 
 
 # names of the tuning guides, exported as they are: no prefix, no _total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import pickle
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 import tokenizers
 from backends import BACKENDS
+from batches import ENGINE, model_folder
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, spec_of
 
-from octavo.engine import LLM, QueueFullError
+from octavo.engine import LLM, AsyncLLM, QueueFullError, SamplingParams
 from octavo.engine.metrics import LATENCY, PER_TOKEN, PHASE, Buckets, EngineMetrics
 from octavo.engine.metrics_docs import markdown
 from octavo.engine.metrics_export import Counter, Exporter, Gauge, Histogram, Metric
@@ -318,8 +320,7 @@ def test_a_model_has_the_name_that_it_was_given(tmp_path: Path) -> None:
 
 
 def _labels(model) -> dict[str, str]:
-    llm = watched()
-    return Exporter(llm.metrics, replace(llm.config, model=model), llm.memory_plan).labels
+    return Exporter(model, []).labels
 
 
 def test_nothing_is_kept_when_statistics_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,8 +383,37 @@ def test_a_tokenizer_pool_is_measured(tmp_path: Path) -> None:
 
 
 def _pooled(llm: LLM) -> dict[str, float]:
+    return _of_pool(llm.get_metrics())
+
+
+def _of_pool(found: list[Metric]) -> dict[str, float]:
     start = "octavo:tokenizer_pool_"
-    return {m.name.removeprefix(start): m.value for m in llm.get_metrics() if m.name.startswith(start)}
+    return {m.name.removeprefix(start): m.value for m in found if m.name.startswith(start)}
+
+
+def test_an_engine_in_another_process_is_measured_with_the_pool_in_this_one(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    llm = AsyncLLM(str(model_folder(tmp_path / "m")), disable_log_stats=False, tokenizer_pool_size=2, **ENGINE)
+
+    async def work() -> tuple[list[Metric], str]:
+        async for _ in llm.generate("w1 w2", SamplingParams(max_tokens=5, temperature=0), "a"):
+            pass
+        return await llm.get_metrics(), await llm.metrics_text()
+
+    try:
+        found, text = asyncio.run(work())
+        stats = llm.tokenizer_pool.stats
+    finally:
+        llm.shutdown()
+    assert _of_pool(found) == {"queue_length": 0, "mean_wait_seconds": stats.mean_wait, "restarts": 0}
+    assert stats.num_taken == 1
+    (generated,) = [m.value for m in found if m.name == "vllm:generation_tokens"]
+    assert generated == 5
+    families = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    assert families["vllm:generation_tokens"][0].value == 5
+    assert families["octavo:tokenizer_pool_mean_wait_seconds"][0].value == stats.mean_wait
+    assert {s.labels["model_name"] for samples in families.values() for s in samples} == {str(tmp_path / "m")}
 
 
 def test_no_name_occurs_twice() -> None:
