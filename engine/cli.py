@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,6 +70,8 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    json_schema: Annotated[str | None, typer.Option(help="File of a JSON schema that the output must keep to.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the output must match.")] = None,
     backend: BackendName = "auto",
     as_json: Json = False,
     debug: Debug = False,
@@ -80,6 +83,7 @@ def generate(
         prompts = prompt or [_read_stdin()]
         sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling |= {"min_p": min_p, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
+        sampling["structured_outputs"] = _form(json_schema, regex)
         llm, params = _engine(model, backend, context, sampling)
         inputs: list[Any] = [_conversation(p, system) for p in prompts] if chat else prompts
         if len(inputs) == 1 and n == 1 and not as_json:
@@ -88,6 +92,15 @@ def generate(
         run = llm.chat if chat else llm.generate
         outputs = run(inputs, params, use_tqdm=sys.stderr.isatty())
         _print_outputs(prompts, outputs, as_json)
+
+
+def _form(json_schema: str | None, regex: str | None) -> dict[str, str] | None:
+    """What --json-schema and --regex ask for, as structured_outputs."""
+    if json_schema is not None and regex is not None:
+        raise ValueError("--json-schema and --regex: give one of them")
+    if json_schema is not None:
+        return {"json": Path(json_schema).read_text(encoding="utf-8")}
+    return None if regex is None else {"regex": regex}
 
 
 def _print_outputs(prompts: list[str], outputs: list[RequestOutput], as_json: bool) -> None:
