@@ -138,3 +138,41 @@ def test_logits_are_those_of_transformers(llm: LLM, hf_logits: list[tuple[np.nda
             wrong.append((e["prompt"], error, own_error))
     print(f"{llm.backend.name}: kind -> (largest logit error, transformers' own) {worst}")
     assert not wrong
+
+
+SHORT = [e for e in ENTRIES if e["kind"] == "natural" and len(e["ids"]) < 60][:4]
+
+
+@pytest.fixture(scope="module")
+def hf_logprobs() -> list[np.ndarray]:
+    """[T, V] of each of SHORT with its continuation, of transformers in fp32."""
+    import torch
+    import transformers
+
+    path = embedded_model()
+    hf = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = [hf(torch.tensor([e["ids"] + e["tokens"]])).logits[0] for e in SHORT]
+    return [torch.log_softmax(x.double(), -1).numpy() for x in logits]
+
+
+@pytest.mark.slow
+def test_logprobs_are_those_of_transformers(llm: LLM, hf_logprobs: list[np.ndarray]) -> None:
+    """Of prompts, of a sampled token and of what is scored; a log-softmax lies as far off as its logits, twice."""
+    near = 2 * tolerance("float32", "checkpoint")
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=5, logprobs=5)
+    prompts = [{"prompt_token_ids": e["ids"] + e["tokens"][:-1]} for e in SHORT]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    scores = llm.score([e["ids"] for e in SHORT], [e["tokens"] for e in SHORT], use_tqdm=False)
+    for e, right, output, (scored,) in zip(SHORT, hf_logprobs, outputs, scores, strict=True):
+        start, ids, (c,) = len(e["ids"]), [*e["ids"], *e["tokens"]], output.outputs
+        for row, entry in zip(right, [*output.prompt_logprobs[1:], c.logprobs[0]], strict=False):
+            fifth = np.sort(row)[-5]
+            assert all(abs(found.logprob - row[token]) < near for token, found in entry.items())
+            assert sum(row[token] > fifth - near for token in entry) >= 5
+        assert [next(iter(entry)) for entry in output.prompt_logprobs[1:]] == ids[1:-1]
+        picked = [right[i - 1, ids[i]] for i in range(start, len(ids))]
+        assert np.abs(np.subtract(scored.logprobs, picked)).max() < near
+        assert scored.logprob == pytest.approx(sum(picked), abs=near * len(picked))
+        assert b"".join(map(llm.tokenizer.token_bytes, ids)).decode() == llm.tokenizer.decode(ids, False)
+        assert "".join(scored.decoded_tokens) == llm.tokenizer.decode(e["tokens"], False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,11 +201,11 @@ def test_places_beyond_the_prompt_cannot_be_wanted() -> None:
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="torch compiles nothing")
-def test_after_warm_up_all_rows_of_the_last_layer_compile_nothing() -> None:
+def test_after_warm_up_rows_of_the_last_layer_and_logprobs_of_prompts_compile_nothing() -> None:
     llm = engine(backend="jax", warmup="all", max_model_len=64, max_num_batched_tokens=40, num_gpu_blocks_override=40)
     compute(llm, [[1, 2]], [Wanted(0, 2, hidden=("last",))], use_tqdm=False)
     before = llm.backend.num_compiles()
     for prompt in ([4], SHARED, PROMPTS[0]):
         compute(llm, [prompt], [Wanted(0, len(prompt), hidden=("last",))], use_tqdm=False)
-        tokens(llm, [prompt])
+        tokens(llm, [prompt], replace(GREEDY, max_tokens=3, logprobs=3, prompt_logprobs=5))
     assert llm.backend.num_compiles() == before
