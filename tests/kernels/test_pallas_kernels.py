@@ -74,6 +74,25 @@ def test_mosaic_gpu_equals_float64(case):
     assert np.isfinite(out).all()
 
 
+# what no interpreter shows: TMA moves tiles of 8 rows, so sequences begin anywhere here
+ON_GPU = [
+    wide(128, 4, 16, replace(MIXED, computed=(300, 0, 2000, 5, 0, 1, 130), counts=(1, 200, 1, 150, 64, 40, 0))),
+    wide(64, 3, 8, replace(MIXED, computed=(0, 7, 500), counts=(2, 67, 129)), window=100, softcap=5.0, sinks=True),
+    wide(128, 8, 32, replace(DECODE, computed=(0, 15, 130, 3000), counts=(1, 1, 1, 1)), sinks=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", [*ON_GPU, *HALF], ids=lambda c: c.name)
+@pytest.mark.parametrize("implementation", [mosaic_gpu, triton_lowered], ids=lambda m: m.__name__.split(".")[-1])
+def test_kernels_equal_float64_on_a_gpu(implementation, case, order):
+    batch = rounded(make_batch(case))
+    out, want = run(implementation, batch, order, jnp.bfloat16), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("bfloat16", "attention"))
+    assert np.isfinite(out).all()
+
+
 @pytest.mark.slow
 def test_mosaic_prefill_has_no_race():
     batch = rounded(make_batch(wide(64, 2, 16)))
