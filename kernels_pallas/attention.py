@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import cpu_attention, mosaic_gpu, ragged, reference, triton_lowered
+from . import cpu_attention, mosaic_gpu, mosaic_tpu, ragged, reference, triton_lowered
 
 logger = logging.getLogger("octavo")
 
@@ -36,13 +36,18 @@ def supports_everything(spec: Any, dtype: str, platform: str, mode: str, block_s
 IMPLEMENTATIONS = {
     "cpu": Implementation(cpu_attention.attend, cpu_attention.supports, cpu_attention.plan),
     "mosaic_gpu": Implementation(mosaic_gpu.attend, mosaic_gpu.supports, ragged.Plan, True, mosaic_gpu.prepare),
+    "mosaic_tpu": Implementation(mosaic_tpu.attend, mosaic_tpu.supports, ragged.Plan, True, mosaic_tpu.prepare),
     "triton_lowered": Implementation(
         triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
     ),
     "reference": Implementation(reference.attend, supports_everything, reference.query_tiles),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
-PREFERENCE = {"cpu": ("cpu", "reference"), "gpu": ("mosaic_gpu", "triton_lowered", "reference"), "tpu": ("reference",)}
+PREFERENCE = {
+    "cpu": ("cpu", "reference"),
+    "gpu": ("mosaic_gpu", "triton_lowered", "reference"),
+    "tpu": ("mosaic_tpu", "reference"),
+}
 
 
 class AttentionOp:

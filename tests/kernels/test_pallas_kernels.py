@@ -17,7 +17,7 @@ from attention_batches import ORDERS, backend_of, expected, make_batch, make_ste
 from shapes import DECODE, MIXED, Ragged
 from tolerances import tolerance
 
-from octavo.kernels_pallas import attention, mosaic_gpu, mosaic_prefill, triton_lowered
+from octavo.kernels_pallas import attention, mosaic_gpu, mosaic_prefill, mosaic_tpu, triton_lowered
 from octavo.kernels_pallas.ragged import Plan, Rows, Tiles, split_count
 from octavo.models.interface import AttentionSpec, Step
 
@@ -72,6 +72,60 @@ def test_mosaic_gpu_equals_float64(case):
     out, want = run(mosaic_gpu, batch, ORDERS[len(case.name) % 2], jnp.bfloat16), expected(batch)
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("bfloat16", "attention"))
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 0), id=c.name) for i, c in enumerate(WIDE)]
+)
+def test_mosaic_tpu_equals_float64(case):
+    """Blocks arrive when they are waited for, and not before: a missing wait shows as nan."""
+    batch = make_batch(case)
+    out, want = run(mosaic_tpu, batch, ORDERS[len(case.name) % 2], jnp.float32), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [wide(64, 3, 16), wide(64, 2, 8, DECODE)], ids=lambda c: c.name)
+def test_mosaic_tpu_has_no_race(case):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+    from jax.experimental.pallas import tpu
+
+    batch = make_batch(case)
+    step = make_step(batch, backend_of("jax", "reference"))
+    plan, arrays = Plan(step), (jnp.asarray(x) for x in (batch.q, batch.k, batch.v))
+    out = mosaic_tpu.ragged(
+        *arrays, step.block_tables_SB, plan.starts_S, plan.counts_S, plan.lengths_S, None, order=ORDERS[0],
+        spec=batch.spec, interpret=tpu.InterpretParams(detect_races=True, uninitialized_memory="nan"),
+    )  # fmt: skip
+    want = expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda x: next(iter(x), "plain"))
+def test_mosaic_tpu_lowers_for_a_tpu(extra, dtype):
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    spec = AttentionSpec(8, 3 + len(extra), 128, 128, 0.1, extra.get("window"), extra.get("softcap"))
+    order = ORDERS[len(extra)]
+
+    def of(*shape: int, kind: str = "int32") -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(kind))
+
+    def program(*args: Any) -> Any:
+        return mosaic_tpu.ragged(*args, order=order, spec=spec)
+
+    cache = of(64, *((16, 8) if order == ORDERS[0] else (8, 16)), 128, kind=dtype)
+    q, sinks = of(32, 8, spec.group_size, 128, kind=dtype), of(8, spec.group_size, kind="float32")
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(program).trace(
+            q, cache, cache, of(4, 8), *[of(4)] * 3, sinks if "sinks" in extra else None
+        )  # fmt: skip
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 # what no interpreter shows: TMA moves tiles of 8 rows, so sequences begin anywhere here
@@ -201,6 +255,9 @@ def test_split_count_fills_the_device():
         ("mosaic_gpu", {"k_dim": 80}, "head dims of 64 and 128"),
         ("mosaic_gpu", {"block_size": 12}, "blocks of 12"),
         ("mosaic_gpu", {"platform": "tpu"}, "not for tpu"),
+        ("mosaic_tpu", {"platform": "gpu"}, "not for gpu"),
+        ("mosaic_tpu", {"platform": "tpu", "k_dim": 64}, "64 and 128"),
+        ("mosaic_tpu", {"block_size": 256}, "256"),
         ("triton_lowered", {"mode": "auto"}, "shard"),
         ("triton_lowered", {"dtype": "int8"}, "int8"),
         ("triton_lowered", {"k_dim": 512}, "512"),
