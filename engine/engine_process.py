@@ -125,12 +125,19 @@ class Engine:
                 self._send(Ended(number, error))
 
     def _tell(self, outputs: list[RequestOutput]) -> None:
-        """Sends news, in one message."""
+        """Sends news, in one message; of a request that has only itself to blame for its end, the error."""
         news = []
         for output in outputs:
             number = self.numbers[output.request_id]
             if output.finished:
                 self._forget(number)
+            wrong = [c.error for c in output.outputs if c.finish_reason == "error"]
+            if wrong:
+                self.llm.abort(output.request_id)
+                if not output.finished:
+                    self._forget(number)
+                self._send(Ended(number, ValueError(f"request {output.request_id!r}: {wrong[0]}")))
+                continue
             if number in self.told:
                 output = replace(output, prompt_token_ids=())
             elif not output.finished:

@@ -118,7 +118,9 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     parts = {c.index: c for c in first.outputs}
     for c in second.outputs:
         parts[c.index] = _joined(parts[c.index], c) if c.index in parts else c
-    return replace(second, outputs=[parts[i] for i in sorted(parts)])
+    # the first delta of all has them, the others none
+    prompt_logprobs = first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs
+    return replace(second, outputs=[parts[i] for i in sorted(parts)], prompt_logprobs=prompt_logprobs)
 
 
 def _joined(a: CompletionOutput, b: CompletionOutput) -> CompletionOutput:

@@ -17,7 +17,17 @@ from async_engines import Embed, arguments, freed, gone, outputs_of, run, start,
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, spec_of
 
-from octavo.engine import LLM, AsyncEngineArgs, AsyncLLM, QueueFullError, RequestOutputKind, SamplingParams
+from octavo.engine import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    CompletionOutput,
+    QueueFullError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from octavo.engine.inboxes import joined
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 LONG = replace(GREEDY, max_tokens=100)
@@ -237,6 +247,17 @@ def test_event_loops_share_an_engine(engine: AsyncLLM) -> None:
     streams.clear()
     gc.collect()
     assert run(lambda: freed(engine))
+
+
+def test_joined_deltas_keep_what_only_the_first_has() -> None:
+    first = RequestOutput("x", None, [1], [CompletionOutput(1, "a", [1])], False, prompt_logprobs=[None])
+    second = RequestOutput("x", None, [], [CompletionOutput(i, "b", [2], finish_reason="stop") for i in (0, 1)], True)
+    both = joined(first, second)
+    assert both.finished and both.prompt_logprobs == [None]
+    assert [(c.index, c.text, list(c.token_ids), c.finish_reason) for c in both.outputs] == [
+        (0, "b", [2], "stop"),
+        (1, "ab", [1, 2], "stop"),
+    ]
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=lambda k: k.name)
