@@ -22,7 +22,7 @@ from tiny import GREEDY, PROMPTS, TINY, spec_of
 from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
 from octavo.engine.child import Child
 
-LONG = replace(GREEDY, max_tokens=100)
+LONG, SHORT = replace(GREEDY, max_tokens=100), replace(GREEDY, max_tokens=3)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -63,7 +63,7 @@ def test_a_killed_engine_is_an_error_for_all_that_is_open_and_all_that_comes(eng
 
 def test_a_step_that_fails_ends_what_was_running_and_the_engine_serves_on(engine: AsyncLLM, tmp_path: Path) -> None:
     async def work() -> None:
-        want = (await outputs_of(engine.generate(PROMPTS[0], GREEDY)))[-1].outputs
+        want = (await outputs_of(engine.generate(PROMPTS[0], SHORT)))[-1].outputs
         trouble = tmp_path / "trouble"
         for _ in range(2):
             streams = [engine.generate(p, LONG) for p in PROMPTS[:6]]
@@ -74,16 +74,18 @@ def test_a_step_that_fails_ends_what_was_running_and_the_engine_serves_on(engine
             assert [type(e) for e in errors] == [RequestFailedError] * 6
             assert "device lost" in str(errors[0])
             assert await freed(engine) and engine.is_running
-            assert (await outputs_of(engine.generate(PROMPTS[0], GREEDY)))[-1].outputs == want
+            assert (await outputs_of(engine.generate(PROMPTS[0], SHORT)))[-1].outputs == want
 
     run(work)
 
 
-def test_shutting_down_ends_what_is_open(engine: AsyncLLM) -> None:
+def test_shutting_down_ends_what_is_open() -> None:
     async def work() -> None:
-        async with engine:
+        model = replace(spec_of(TINY), embed=Embed(0.005))
+        async with start(BACKENDS[0], model=model, enforce_eager=True) as engine:
             stream = engine.generate(PROMPTS[0], LONG)
-            await anext(stream)
+            output = await anext(stream)
+            assert not output.finished
         with pytest.raises(EngineDeadError, match="it was shut down"):
             await outputs_of(stream)
         with pytest.raises(EngineDeadError, match="it was shut down"):
