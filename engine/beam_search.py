@@ -108,7 +108,9 @@ class Search:
         """Takes in a token's logprobs behind each live beam, and keeps the best."""
         grown: list[Beam] = []
         for beam, output in zip(self.live, outputs, strict=True):
-            (entry,) = output.outputs[0].logprobs or ()
+            entries = output.outputs[0].logprobs
+            assert entries is not None
+            (entry,) = entries
             for token, found in entry.items():
                 child = Beam([*beam.tokens, token], beam.logprob + found.logprob, (*beam.entries, entry))
                 if token in self.eos_ids:
