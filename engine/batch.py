@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..models.interface import Reading, Sampling, StepInput
+from ..models.interface import ModelSpec, Reading, Sampling, StepInput
 from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
 from ..models.prompt_embeds import NAME
 from ..models.sampling import PARAMS, VARIANTS
@@ -174,6 +174,14 @@ def step_input(
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
     extra = {NAME: _given_rows(plan, starts, tokens, embeds)} if given else {}
     return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode, extra, plan.taps)
+
+
+def with_extra(inputs: StepInput, model: ModelSpec) -> list[StepInput]:
+    """The same step without and, where the model takes some, with embeddings that requests bring."""
+    if NAME not in model.extra:
+        return [inputs]
+    rows = np.zeros((inputs.num_tokens, *model.extra[NAME].shape), np.float32)
+    return [inputs, replace(inputs, extra={NAME: rows})]
 
 
 def _given_rows(plan: Plan, starts: np.ndarray, num_tokens: int, embeds: Mapping[str, PromptEmbeds]) -> np.ndarray:

@@ -34,6 +34,7 @@ from .batch import (
     row_values,
     sampling_input,
     step_input,
+    with_extra,
 )
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
@@ -275,7 +276,8 @@ class Runner:
             for n in shapes.seqs:
                 yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
             for n in shapes.tokens:
-                yield self.forward_all, (self.weights, self.cache, self._padding(self.scratch, n, False, width))
+                for inputs in with_extra(self._padding(self.scratch, n, False, width), self.model):
+                    yield self.forward_all, (self.weights, self.cache, inputs)
         hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
         for variant in VARIANTS if self.processors else VARIANTS[:-1]:
             for k in shapes.logprobs[:-1]:

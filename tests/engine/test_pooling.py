@@ -11,7 +11,7 @@ import oracle
 import pytest
 from backends import BACKENDS
 from embedded import embedded_model
-from tiny import GREEDY, PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of
+from tiny import EIGHT_HEADS, GREEDY, PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of, tokens
 from tolerances import tolerance
 
 from octavo.engine import LLM, PoolingParams
@@ -158,3 +158,21 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         llm.embed([[1], []], use_tqdm=False)
     assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="only JAX spreads a model over devices")
+def test_devices_that_share_the_model_say_the_same() -> None:
+    """Embeddings, hidden states, and prompts that are given as embeddings, of one device and of two."""
+    common = {"backend": "jax", "enable_prompt_embeds": True, "max_num_batched_tokens": 32}
+    one, two = engine(EIGHT_HEADS, **common), engine(EIGHT_HEADS, **common, tensor_parallel_size=2)
+    prompts, table = PROMPTS[:3], numpy_weights(EIGHT_HEADS)["embed"]
+    for pooling in ("last", "mean"):
+        each = (vectors(llm.embed(prompts, pooling=pooling, use_tqdm=False)) for llm in (one, two))
+        for a, b in zip(*each, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    a, b = (llm.hidden_states(prompts[:1], (0, 1), use_tqdm=False)[0].hidden_states for llm in (one, two))
+    for i in (0, 1):
+        np.testing.assert_allclose(a[i], b[i], atol=1e-4)
+    given = [{"prompt_embeds": table[p]} for p in prompts]
+    assert tokens(two, given) == tokens(one, given) == tokens(one, prompts)

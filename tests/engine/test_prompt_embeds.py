@@ -105,6 +105,16 @@ def test_penalties_do_not_count_rows(backend: str) -> None:
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="torch compiles nothing")
+def test_warm_up_compiles_what_rows_need() -> None:
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "max_model_len": 32, "num_gpu_blocks_override": 9}
+    llm = able(backend="jax", warmup="all", **small)
+    before = llm.backend.num_compiles()
+    assert tokens(llm, [rows(PROMPTS[0]), rows([4])]) == tokens(llm, [PROMPTS[0], [4]])
+    assert llm.backend.num_compiles() == before
+
+
 BAD = {
     "width": (np.zeros((3, 5)), r"shape \(3, 5\): it must be \[tokens, 32\]"),
     "axes": (np.zeros(32), r"shape \(32,\)"),
