@@ -16,7 +16,10 @@ CONFIG = {
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "eos_token_id": 4,
 }  # fmt: skip
-ASKED = {"temperature": 0.6, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 9, "eos_token_id": [5, 6]}
+ASKED = {
+    "temperature": 0.6, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 9,
+    "eos_token_id": [5, 6],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def _load(folder: Path, **arguments: Any) -> LLM:
 
 def test_its_values_are_the_defaults_and_a_request_of_its_own_wins(folder: Path) -> None:
     llm = _load(folder)
-    want = SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.05, max_tokens=9)
+    want = SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.05, repetition_penalty=1.1, max_tokens=9)
     assert llm.get_default_sampling_params() == want
     made = llm.generate([[1, 2]], None, use_tqdm=False)[0].outputs[0]
     assert len(made.token_ids) == 9 or made.finish_reason == "stop"
@@ -61,7 +64,9 @@ def test_vllm_switches_the_defaults_off_and_the_ends_of_text_stay(folder: Path) 
 
 def test_overrides_and_another_folder_replace_them(folder: Path, tmp_path: Path) -> None:
     llm = _load(folder, override_generation_config={"temperature": 0.25, "top_k": None, "eos_token_id": 8})
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25, top_p=0.9, min_p=0.05, max_tokens=9)
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.25, top_p=0.9, min_p=0.05, repetition_penalty=1.1, max_tokens=9
+    )
     assert llm.eos_ids == {3, 8}
     _write(tmp_path / "other", {"temperature": 0.5, "eos_token_id": 9})
     llm = _load(folder, generation_config=str(tmp_path / "other"))
