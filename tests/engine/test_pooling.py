@@ -62,8 +62,8 @@ def test_vectors_are_those_of_the_whole_prompt(name: str) -> None:
         assert not llm.scheduler.alive and llm.scheduler.blocks.usage() == 0
 
 
-def test_the_last_reads_the_cache_and_the_mean_does_not(backend: str) -> None:
-    llm = engine(backend=backend)
+def test_the_last_reads_the_cache_and_the_mean_does_not() -> None:
+    llm = engine()
     counts, cached = [], []
     for pooling in ("last", "last", "mean", "mean"):
         before = llm.scheduler.num_prompt_tokens
@@ -73,8 +73,8 @@ def test_the_last_reads_the_cache_and_the_mean_does_not(backend: str) -> None:
     assert counts == [41, 1, 41, 41] and cached == [0, 40, 0, 0]
 
 
-def test_each_prompt_may_have_params_of_its_own(backend: str) -> None:
-    llm = engine(backend=backend)
+def test_each_prompt_may_have_params_of_its_own() -> None:
+    llm = engine()
     each = [
         PoolingParams(), PoolingParams(pooling="mean"), PoolingParams(normalize=False),
         PoolingParams(pooling="mean", dimensions=5), PoolingParams(dimensions=7, normalize=False),
@@ -88,12 +88,15 @@ def test_each_prompt_may_have_params_of_its_own(backend: str) -> None:
 
 def test_hidden_states_are_those_of_every_layer(backend: str) -> None:
     llm = engine(backend=backend, **OPTIONS["chunks"])
-    layers = (0, 1, 3, 4, -1, -5)
-    for prompt, output in zip(PROMPTS[:4], llm.hidden_states(PROMPTS[:4], layers, use_tqdm=False), strict=True):
+    layers, prompts = (0, 1, 3, 4, -1, -5), PROMPTS[:3]
+    for prompt, output in zip(prompts, llm.hidden_states(prompts, layers, use_tqdm=False), strict=True):
         assert list(output.hidden_states) == list(layers)
         for i in layers:
             np.testing.assert_allclose(output.hidden_states[i], rows_of(tuple(prompt))[i], atol=2e-4)
-    (alone,) = llm.hidden_states(PROMPTS[0], use_tqdm=False)
+
+
+def test_the_last_layer_is_the_default_and_a_prompt_may_come_alone() -> None:
+    (alone,) = engine().hidden_states(PROMPTS[0], use_tqdm=False)
     assert list(alone.hidden_states) == [-1] and alone.hidden_states[-1].shape == (9, TINY.embed_dim)
 
 

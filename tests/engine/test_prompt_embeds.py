@@ -36,11 +36,9 @@ OPTIONS = {
 
 
 # compiling is slow: one with everything that matters
-@pytest.mark.parametrize("backend, name", [("torch", n) for n in OPTIONS] + [("jax", "tight")])
+@pytest.mark.parametrize("backend, name", [(b, n) for b in BACKENDS for n in OPTIONS if b == "torch" or n == "tight"])
 def test_rows_of_the_table_are_the_prompt_of_their_ids(backend: str, name: str) -> None:
     """In company of prompts of ids, chunked, preempted, and again from the cache."""
-    if backend not in BACKENDS:
-        pytest.skip(f"{backend} is not installed")
     llm, plain = able(backend=backend, **OPTIONS[name]), engine(backend=backend, **OPTIONS[name])
     prompts = [rows(p) if i % 2 else p for i, p in enumerate(PROMPTS)]
     for params in (GREEDY, RANDOM) if backend == "torch" else (RANDOM,):
