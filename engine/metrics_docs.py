@@ -35,8 +35,9 @@ print(llm.metrics_text())  # what Prometheus scrapes
 llm.metrics_registry()  # a prometheus_client registry of this engine's own, for an exporter of yours
 ```
 
-`AsyncLLM` has the first two as coroutines. A request arrives there when its engine's process takes it, already tokenised.
-`llm.get_metrics()` gives a `Histogram` a `quantile(0.99)`. Each `RequestOutput.metrics` has the times of one request.
+`AsyncLLM` has the first two as coroutines. A request arrives there when its engine's process takes it, already
+tokenised. `llm.get_metrics()` gives a `Histogram` a `quantile(0.99)`. Each `RequestOutput.metrics` has the
+times of one request.
 
 The names are vLLM's, its prefix `vllm:` too, so that dashboards and alerts written for it work unchanged; the label
 `model_name` is on each. In the text a counter's name ends in `_total`. All times are read from one monotonic clock by
