@@ -64,6 +64,31 @@ def test_columns_are_never_ignored(llm: LLM) -> None:
     assert np.asarray(made.token_ids_SM).tolist() == tokens(llm, PROMPTS[:4], params)
 
 
+EDITED = {
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": -0.4},
+    "edits": {"logit_bias": {4: 6.0, 9: 5.0}, "allowed_token_ids": range(3, 60)},
+}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "whole"])
+def test_edits_and_penalties_are_those_of_the_engine(llm: LLM, named: bool) -> None:
+    """Some sequences ask for them and some do not; what was sampled is history."""
+    each = [
+        replace(RANDOM, max_tokens=MANY, **asked)
+        for asked in ({}, *EDITED.values(), EDITED["penalties"] | EDITED["edits"])
+    ]
+    ids, lengths = pad_prompts(PROMPTS[:4])
+    cache = init_cache(llm.model, llm.backend, llm.layout, *ids.shape, MANY)
+    made = generate(
+        llm.runner.weights, cache, ids, lengths, MANY, model=llm.model, backend=llm.backend, layout=llm.layout,
+        columns=sampling_columns(each, 4, vocab_size=VOCAB), variant="penalties" if named else None,
+    )  # fmt: skip
+    want = tokens(llm, PROMPTS[:4], each)
+    assert np.asarray(made.token_ids_SM).tolist() == want
+    plain = tokens(llm, PROMPTS[:4], replace(RANDOM, max_tokens=MANY))
+    assert [a == b for a, b in zip(want, plain, strict=True)] == [True, False, False, False]
+
+
 def test_logprobs_are_those_of_the_dense_oracle(llm: LLM) -> None:
     made = run(llm, PROMPTS[:3], replace(RANDOM, max_tokens=MANY))
     for prompt, ids, got in zip(PROMPTS, np.asarray(made.token_ids_SM), np.asarray(made.logprobs_SM), strict=False):
@@ -125,6 +150,13 @@ def test_a_cache_of_the_wrong_size_is_refused(llm: LLM) -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="stop_token_ids"):
         sampling_columns(replace(GREEDY, stop_token_ids=(3,)), 2)
+    with pytest.raises(NotImplementedError, match="extra_args"):
+        sampling_columns(replace(GREEDY, extra_args={"mine": {}}), 2)
+    for edit in ({"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}):
+        with pytest.raises(ValueError, match=f"{next(iter(edit))}.* vocab_size"):
+            sampling_columns(replace(GREEDY, **edit), 2)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        sampling_columns(replace(GREEDY, bad_words=["a"]), 2, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="at least one token"):
         pad_prompts([[1], []])
 

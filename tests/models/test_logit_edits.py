@@ -88,7 +88,8 @@ def _rows(admitted, size, rng):
     rows = values | edits
     for r in range(SCRATCH):
         known = rows["num_computed"][r] if r < len(admitted) else 0
-        rows["tokens"][r, known:] = rng.integers(-(2**31), 2**31 - 1, LENGTH - known)
+        # ids that would count, and ids that would not
+        rows["tokens"][r, known:] = rng.choice([*range(size), -1, 2**31 - 1], LENGTH - known)
         rows["bias"][r, rows["bias_ids"][r] < 0] = np.nan
         if r >= len(admitted) or not admitted[r].edits:
             for name in edits:
