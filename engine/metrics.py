@@ -18,7 +18,8 @@ STARTED = frozenset((Reason.ADMITTED, Reason.FORKED, Reason.RESUMED))
 # what stops the head of the queue, and with it all behind it
 HELD_UP = frozenset((Reason.NO_BUDGET, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION))
 OTHERS = frozenset(
-    (Reason.PREEMPTED, Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR, Reason.ENDS_UNREAD, *STARTED, *HELD_UP)
+    (Reason.PREEMPTED, Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR, Reason.ENDS_UNREAD)
+    + (*STARTED, *HELD_UP)
 )
 NOT_SEEN = "not_seen"  # it came after the last plan that looked at the queue
 

@@ -10,7 +10,7 @@ from .metrics import Buckets, EngineMetrics
 from .plan import Reason
 
 PREFIX, OWN_PREFIX = "vllm:", "octavo:"
-ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR)))
+ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR)))
 
 
 @dataclass(frozen=True)

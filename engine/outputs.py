@@ -66,8 +66,8 @@ class CompletionOutput:
     """One of the n completions of a request, as far as it has come.
 
     `logprobs` has a dict of token id to Logprob for each of `token_ids`, the sampled token first. `finish_reason` is
-    "stop", "length", "abort", "error" or None; `stop_reason` the stop string or stop token id that ended it, None for
-    end-of-text.
+    "stop", "length", "repetition", "abort", "error" or None; `stop_reason` the stop string or id that ended it, None
+    for end-of-text.
     """
 
     index: int

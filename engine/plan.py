@@ -13,9 +13,10 @@ class Reason(StrEnum):
     ADMITTED = "admitted"
     FORKED = "forked"  # admitted, and its prompt taken over from a running sibling
     RESUMED = "resumed"  # admitted again after a preemption
-    PREEMPTED = "preempted"  # since the last plan, like the four ends below
+    PREEMPTED = "preempted"  # since the last plan, like the five ends below
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
     # why a running one gets no tokens

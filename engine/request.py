@@ -69,7 +69,7 @@ class Request:
     num_cached: int | None = None  # tokens hit at the first admission
     preemptions: int = 0
     compiling: bool = False  # it cannot start before its grammar is there
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None = None  # "stop", "length", "repetition", "abort" or "error"
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from ..models.sampling import PARAMS
 from .checks import check_names, choice, flag, integer, number, sequence
 from .edits import checked_edits
 from .logprob_params import checked_logprobs, resolved_logprobs
+from .repetition import checked_repetition
 from .structured_output_params import StructuredOutputsParams
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,6 @@ class NotYet:
     """Parameters that are known, and not yet honoured: anything but the default is refused."""
 
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
     watermarking: Any = None
     trace_decode_token_ids: Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None
@@ -85,6 +85,7 @@ class SamplingParams(NotYet):
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    repetition_detection: Mapping[str, int] | None = None  # ends an output that repeats itself: repetition.py
     logprobs: int | None = None  # how many of the most likely beside the sampled one; -1: the whole vocabulary
     logprob_token_ids: Sequence[int] | None = None  # ids whose logprobs come too; at most 128
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
@@ -232,6 +233,7 @@ def _stopping(p: SamplingParams) -> dict[str, Any]:
         "stop": tuple(dict.fromkeys(stop)),
         "stop_token_ids": tuple(dict.fromkeys(integer("stop_token_ids", i, 0, math.inf) for i in ids)),
         "ignore_eos": flag("ignore_eos", p.ignore_eos),
+        "repetition_detection": checked_repetition(p.repetition_detection),
     }
 
 

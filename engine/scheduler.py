@@ -17,6 +17,7 @@ from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .policy import as_policy
 from .preemption import warn
 from .reads import end_complete, plan_reads
+from .repetition import STOP_REASON, goes_round
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
 from .siblings import Estates, first_will_compute, may_fork
@@ -134,12 +135,14 @@ class Scheduler:
             known = len(r.tokens)
             if known >= r.limit or token in r.eos_ids or token in r.params.stop_token_ids:
                 self._stop(r, token)
+            elif r.params.repetition_detection and goes_round(r):
+                self.finish(r, Reason.REPETITION, STOP_REASON)
             elif known >= (full := (r.registered + 1) * size) and r.computed >= full:
                 blocks.register(r)
         return touched + end_complete(self, plan) if plan.ended else touched
 
     def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request that is alive, running or waiting: "stop", "length", "abort" or "error".
+        """Ends a request that is alive, running or waiting, for a Reason that is an end.
 
         A step in flight may still write its row and blocks: harmless, because whoever gets them next writes in a later
         step, and reads nothing that it has not written or been given.

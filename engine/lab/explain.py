@@ -18,6 +18,7 @@ SAYS = {
     Reason.PREEMPTED: "preempted: its blocks were needed for another",
     Reason.STOP: "ends: stop",
     Reason.LENGTH: "ends: length",
+    Reason.REPETITION: "ends: it repeats itself",
     Reason.ABORT: "ends: abort",
     Reason.ERROR: "ends: a step failed",
     Reason.ENDS_UNREAD: "gets nothing: a token in flight is certain to be its last",
@@ -29,7 +30,7 @@ SAYS = {
     Reason.SIBLING: "waits: the first of its family computes the prompt",
 }
 STARTS = (Reason.ADMITTED, Reason.FORKED, Reason.RESUMED)
-ENDS = (Reason.STOP, Reason.LENGTH, Reason.ABORT, Reason.ERROR)
+ENDS = (Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR)
 HELD = (Reason.NO_BUDGET, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION)
 
 

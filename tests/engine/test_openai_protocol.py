@@ -68,6 +68,7 @@ HONOURED = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
+    "repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 3},
     "skip_reading_prefix_cache": True,
     "presence_penalty": 0.5,
     "frequency_penalty": -0.5,
@@ -93,7 +94,7 @@ def test_sampling_fields_reach_the_engine(tokenizer: Tokenizer, name: str) -> No
 
 def test_the_constant_is_complete() -> None:
     """But for what another field must go with, and what the engine does not take yet."""
-    later = {"thinking_token_budget", "repetition_detection"}
+    later = {"thinking_token_budget"}
     assert SAMPLING - HONOURED.keys() == later | {"prompt_logprob_start"}
     both = {"prompt_logprobs": 1, "prompt_logprob_start": 3}
     assert completion(**both).params == SamplingParams(**both)

@@ -133,7 +133,6 @@ def test_an_unknown_name_is_a_type_error_and_a_value_error():
 
 LATER = {
     "thinking_token_budget": 5,
-    "repetition_detection": {"min_count": 2},
     "watermarking": {},
     "trace_decode_token_ids": [1],
     "routed_experts_prompt_start": 0,
