@@ -22,6 +22,7 @@ from .batch import Shapes
 from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
+from .grammar_worker import grammar_library
 from .json_file import read_json
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
@@ -86,6 +87,7 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
         digest=config.step_log is not None,
         processors=config.logits_processors,
         logprobs_mode=config.logprobs_mode,
+        masks=tokenizer is not None and grammar_library() is not None,
     )
     if config.warmup == "all":
         log.info("compiled %d programs", runner.warm_up())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+
 from .config import EngineConfig
 from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
+from .plan import Plan
 from .reads import readers
 from .request import Request
 from .runner import Pending, Runner
@@ -58,9 +61,9 @@ class EngineSteps:
             # only the head waits for the tokens that its mask depends on
             hidden = self.runner.launch_forward(plan)
             touched = self._read_last()
-            self.unread = self.runner.launch_head(plan, hidden, self.structured.mask(plan))
+            self.unread = self.runner.launch_head(plan, hidden, self._mask(plan))
         else:
-            pending = self.runner.launch(plan, self.structured.mask(plan)) if plan else None
+            pending = self.runner.launch(plan, self._mask(plan)) if plan else None
             if self.config.async_scheduling:
                 pending, self.unread = self.unread, pending
             if plan is None and pending is None:
@@ -70,6 +73,13 @@ class EngineSteps:
             self.metrics.read(touched)
             self.stats.after_step()
         return touched + self._end_failed()
+
+    def _mask(self, plan: Plan) -> np.ndarray | None:
+        """What the grammars of a plan's requests allow, if there are any."""
+        mask = self.structured.mask(plan)
+        if mask is not None and self.step_log:
+            self.step_log.masked(plan, mask)
+        return mask
 
     def _read_last(self) -> list[Request]:
         pending, self.unread = self.unread, None

@@ -6,6 +6,7 @@ it. This file is run by its path and imports nothing of octavo, so that the proc
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,11 @@ from typing import Any, NamedTuple
 # without it the library forces tokens of its own choice where only one text is legal, and asks for a tokenizer
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_MESSAGE = 400  # characters
+
+
+def grammar_library() -> Any:
+    """The spec of llguidance, without importing it; None if it is not installed."""
+    return importlib.util.find_spec("llguidance")
 
 
 class GrammarError(ValueError):

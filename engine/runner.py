@@ -24,10 +24,11 @@ from ..models.interface import (
     map_tree,
 )
 from ..models.logit_edits import LogitsProcessor
-from ..models.sampling import PARAMS, VARIANTS, row_specs
+from ..models.sampling import PARAMS, VARIANTS, at_least, row_specs
 from .backend import Backend
 from .batch import (
     Shapes,
+    all_allowed,
     edit_values,
     move_input,
     padded,
@@ -139,9 +140,11 @@ class Runner:
         digest: bool = False,
         processors: Sequence[LogitsProcessor] = (),
         logprobs_mode: str = "raw_logprobs",
+        masks: bool = False,
     ):
         self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
         self.logprobs_mode = logprobs_mode
+        self.masks = masks  # whether warm_up expects grammar masks
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
         for name, specs in (
@@ -282,10 +285,11 @@ class Runner:
         for variant in VARIANTS if self.processors else VARIANTS[:-1]:
             for k in shapes.logprobs[:-1]:
                 for n in shapes.heads(variant, k):
-                    sampling = Sampling(
-                        padded((), n, 0), padded((), n, self.scratch), variant, k, self.digest, None, self.logprobs_mode
-                    )
-                    yield self._head(variant), (self.weights, self.cache.rows, hidden, sampling)
+                    rows = padded((), n, 0), padded((), n, self.scratch)
+                    mask = all_allowed(n, self.model.vocab_size)
+                    for m in (None, mask) if self.masks and at_least(variant, "edits") else (None,):
+                        sampling = Sampling(*rows, variant, k, self.digest, m, self.logprobs_mode)
+                        yield self._head(variant), (self.weights, self.cache.rows, hidden, sampling)
         yield from self.read_head.calls(self.weights, self.cache.rows)
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 import weakref
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .edits import edits_from_json, edits_to_json
 from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
@@ -47,12 +51,23 @@ class StepLog:
         """Adds a plan, when it is made."""
         self.write("plan", to_json(plan))
 
+    def masked(self, plan: Plan, mask: np.ndarray) -> None:
+        """Adds the grammar mask of a plan's head, before the plan is read."""
+        packed = b64encode(zlib.compress(mask.tobytes(), 1)).decode()
+        self.write("mask", plan.step, words=mask.shape[1], packed=packed)
+
     def append(self, plan: Plan, token_ids: Sequence[int], digests: Sequence[int] | None) -> None:
         """Adds what a step sampled, when it is read. Steps are read in the order in which they were launched."""
         self.write("read", plan.step, tokens=list(token_ids), digests=None if digests is None else list(digests))
 
     def close(self) -> None:
         self.file.close()
+
+
+def mask_of(line: Mapping[str, Any]) -> np.ndarray:
+    """The mask that a line holds, int32 [sampled chunks, W]."""
+    data = zlib.decompress(b64decode(line["packed"]))
+    return np.frombuffer(data, np.int32).reshape(-1, line["words"])
 
 
 def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

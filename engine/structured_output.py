@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from .batch import all_allowed, allow
 from .grammar_compiler import GIB, Compilation, GrammarCompiler, Limits
-from .grammar_worker import Vocabulary, message_of
+from .grammar_worker import Vocabulary, grammar_library, message_of
 from .plan import Plan
 from .request import Request
 from .sampling_params import SamplingParams
@@ -96,7 +95,7 @@ class StructuredOutput:
             raise ValueError("structured_outputs needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         if not self.eos_ids:
             raise ValueError("structured_outputs needs an end-of-text token, and neither tokenizer nor model names one")
-        if importlib.util.find_spec("llguidance") is None:
+        if grammar_library() is None:
             raise ValueError("structured_outputs needs llguidance: pip install 'octavo[grammar]'")
 
     def start(self, request: Request) -> None:

@@ -17,7 +17,7 @@ from ..config import engine_config
 from ..plan import Plan
 from ..progress import Progress
 from ..runner import Runner, StepResult
-from ..step_log import from_json, read_lines
+from ..step_log import from_json, mask_of, read_lines
 from .rerun import Difference, rerun
 
 # how far a logprob may be from the other backend's, by the dtype of the run
@@ -57,6 +57,7 @@ class LoggedStep:
     plan: Plan
     token_ids: list[int]
     digests: list[int] | None
+    mask: np.ndarray | None = None  # of its head, where requests have a grammar
 
 
 def replay(
@@ -97,13 +98,17 @@ def _read(path: str | Path, to: int | None) -> tuple[dict[str, Any], list[Logged
     header, lines = read_lines(path)
     plans: dict[int, Plan] = {}
     steps: list[LoggedStep] = []
+    masks: dict[int, np.ndarray] = {}
     for number, line in enumerate(lines, 2):
         if "plan" in line:
             plans[line["plan"]["step"]] = from_json(line["plan"])
+        elif "mask" in line:
+            masks[line["mask"]] = mask_of(line)
         elif "read" in line and (to is None or line["read"] <= to):
             if line["read"] not in plans:
                 raise ValueError(f"{path}: line {number} reads step {line['read']}, which no line before it plans")
-            steps.append(LoggedStep(number, plans[line["read"]], line["tokens"], line["digests"]))
+            plan, mask = plans[line["read"]], masks.pop(line["read"], None)
+            steps.append(LoggedStep(number, plan, line["tokens"], line["digests"], mask))
     return header, steps
 
 
@@ -136,7 +141,7 @@ def _watched(steps: Sequence[LoggedStep], bar: Progress) -> Iterator[LoggedStep]
 def _alone(steps: Iterator[LoggedStep], parts: Parts) -> Replay:
     num_steps = num_tokens = 0
     for step in steps:
-        result = parts.runner.launch(step.plan).result()
+        result = parts.runner.launch(step.plan, step.mask).result()
         if difference := _first_difference(step, result):
             return Replay(num_steps, num_tokens, difference, [])
         num_steps, num_tokens = num_steps + 1, num_tokens + len(result.token_ids)
@@ -164,7 +169,7 @@ def _beside(steps: Iterator[LoggedStep], parts: Parts, other: Parts) -> Replay:
     num_steps, num_tokens, worst, first = 0, 0, 0.0, None
     for step in steps:
         plan = replace(step.plan, num_logprobs=max(step.plan.num_logprobs, count))
-        mine, theirs = (p.runner.launch(plan).result() for p in (parts, other))
+        mine, theirs = (p.runner.launch(plan, step.mask).result() for p in (parts, other))
         for teller in tell:
             teller.tell(step)
         num_steps, num_tokens = num_steps + 1, num_tokens + len(step.token_ids)

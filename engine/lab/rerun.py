@@ -89,6 +89,9 @@ def take_event(scheduler: Scheduler, line: Mapping[str, Any], known: dict[str, R
             scheduler.finish(known[request_id], reason, stop_reason)
         case {"compiled": request_id}:
             scheduler.compiled(known[request_id])
+        case {"mask": _}:
+            # the head's affair: no decision hangs on it
+            pass
         case {"abandon": _}:
             scheduler.abandon()
         case {"set_limits": [max_num_seqs, max_num_batched_tokens]}:

@@ -289,6 +289,16 @@ def test_a_structural_tag_holds_what_begins_with_its_trigger(any_llm: LLM) -> No
         assert cut < 0 or "ab12!ab true!".startswith(text[cut:]) or "abtrue!".startswith(text[cut:])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="torch compiles nothing")
+def test_masks_compile_nothing_after_warm_up(folder: Path) -> None:
+    small = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 2}
+    llm = world.engine(folder, "jax", warmup="all", **small)
+    before = llm.backend.num_compiles()
+    run(llm, [formed(FORMS[0]), formed(FORMS[1], logprobs=2), formed(FORMS[2], repetition_penalty=1.1)])
+    assert llm.backend.num_compiles() == before
+
+
 def test_params_survive_a_dump_of_the_scheduler(any_llm: LLM) -> None:
     from octavo.engine.scheduler_state import dump_requests, load_requests
 
@@ -296,3 +306,23 @@ def test_params_survive_a_dump_of_the_scheduler(any_llm: LLM) -> None:
     values = json.loads(json.dumps(dump_requests(members)))
     assert load_requests(values)[0].params == members[0].params
     assert members[0].params.structured_outputs == StructuredOutputsParams(choice=("b", "a"))
+
+
+def test_a_step_log_replays_with_its_masks(folder: Path, tmp_path: Path) -> None:
+    import dataclasses
+
+    import tiny
+
+    from octavo.engine.lab.replay import replay
+
+    log = tmp_path / "steps.jsonl"
+    llm = world.engine(folder, BACKENDS[0], step_log=str(log))
+    run(llm, [formed(FORMS[0]), SamplingParams(temperature=0, max_tokens=12), formed(FORMS[1]), formed({"regex": "["})])
+    llm.step_log.close()
+    config = dataclasses.replace(tiny.TINY, vocab_size=world.vocab_size(folder), max_model_len=512)
+    found = replay(log, model=tiny.spec_of(config), weights=tiny.numpy_weights(config))
+    assert found.difference is None and found.num_tokens > 20
+    # without the masks it would not come out so
+    lines = [line for line in log.read_text().splitlines(keepends=True) if not line.startswith('{"mask"')]
+    log.write_text("".join(lines))
+    assert replay(log, model=tiny.spec_of(config), weights=tiny.numpy_weights(config)).difference.what == "tokens"
