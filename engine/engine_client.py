@@ -138,7 +138,8 @@ class EngineClient:
 
 
 def _pickled(message: Start | Command) -> bytes:
+    """The message, and around it whose it is: it may be that it cannot be read over there."""
     try:
-        return pickle.dumps(message)
+        return pickle.dumps((getattr(message, "number", None), pickle.dumps(message)))
     except (pickle.PickleError, TypeError, AttributeError) as error:
         raise ValueError(f"this cannot be sent to the engine's process: {error}") from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from .child import GONE, Caught, portable
 from .errors import RequestFailedError
@@ -21,12 +23,15 @@ log = logging.getLogger("octavo")
 def serve(commands: Connection, results: Connection) -> None:
     """The life of the process. It ends when its commands do."""
     try:
-        start: Start = commands.recv()
+        start = _received(commands)
     except GONE:
+        return
+    if not isinstance(start, Start):
+        results.send(start)
         return
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     log.setLevel(start.log_level)
-    inbox: SimpleQueue[Command] = SimpleQueue()
+    inbox: SimpleQueue[Command | Ended] = SimpleQueue()
     threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()
     with Caught() as caught:
         llm = LLM(start.model, weights=start.weights, **start.arguments)
@@ -39,11 +44,23 @@ def serve(commands: Connection, results: Connection) -> None:
     Engine(llm, inbox, results).run()
 
 
-def _listen(commands: Connection, inbox: SimpleQueue[Command]) -> None:
+def _received(commands: Connection) -> Any:
+    """The next message; or if it cannot be read here, what is to be answered."""
+    number, data = commands.recv()
+    with Caught() as caught:
+        return pickle.loads(data)
+    error = ValueError(
+        f"this cannot be read in the engine's process: {caught.error}. Classes and functions of the script itself "
+        "belong in a module"
+    )
+    return Failed(error) if number is None else Ended(number, error)
+
+
+def _listen(commands: Connection, inbox: SimpleQueue[Command | Ended]) -> None:
     """Passes commands on. Ends the process with them: whoever gave them is gone, and a step may take long."""
     try:
         while True:
-            inbox.put(commands.recv())
+            inbox.put(_received(commands))
     except GONE:
         os._exit(0)
 
@@ -51,7 +68,7 @@ def _listen(commands: Connection, inbox: SimpleQueue[Command]) -> None:
 class Engine:
     """Steps while there is work, sleeps while there is none."""
 
-    def __init__(self, llm: LLM, inbox: SimpleQueue[Command], results: Connection):
+    def __init__(self, llm: LLM, inbox: SimpleQueue[Command | Ended], results: Connection):
         self.llm, self.inbox, self.results = llm, inbox, results
         self.numbers: dict[str, int] = {}  # of the requests that are alive, by id
         self.names: dict[int, str] = {}
@@ -74,8 +91,10 @@ class Engine:
         except Empty:
             return
 
-    def _do(self, command: Command) -> None:
-        if isinstance(command, Add):
+    def _do(self, command: Command | Ended) -> None:
+        if isinstance(command, Ended):
+            self._send(command)
+        elif isinstance(command, Add):
             self._add(command)
         elif isinstance(command, Abort):
             self._abort(command)

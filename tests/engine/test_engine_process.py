@@ -138,10 +138,23 @@ def test_a_script_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
     out = script(
         f"import sys; sys.path.insert(0, {str(tests)!r})\n"
         "from async_engines import outputs_of, run, start\n"
+        "from octavo.engine import SamplingParams\n"
+        "class Mine(SamplingParams): pass\n"
+        # what only the script knows is an error that says so, of that request or of the start
+        "try:\n"
+        f"    start({BACKENDS[0]!r}, weights=Mine())\n"
+        "except ValueError as error:\n"
+        "    print('start', 'belong in a module' in str(error))\n"
         f"engine = start({BACKENDS[0]!r})\n"
+        "try:\n"
+        "    run(lambda: outputs_of(engine.generate([1, 2, 3], Mine())))\n"
+        "except ValueError as error:\n"
+        "    print('request', 'belong in a module' in str(error))\n"
         "outputs = run(lambda: outputs_of(engine.generate([1, 2, 3])))\n"
         "print(engine.client.child.pid, len(outputs[-1].outputs[0].token_ids))\n",
         tmp_path,
     )
-    pid, count = map(int, out.split())
+    *refused, last = out.splitlines()
+    assert refused == ["start True", "request True"]
+    pid, count = map(int, last.split())
     assert count == 16 and gone([pid])
