@@ -89,7 +89,7 @@ class Shapes:
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
-            seldom=() if exact or graph_tokens is not None else sampled[2::2] or sampled[-1:],
+            seldom=() if exact or graph_tokens is not None else tuple(sorted({*sampled[2::2], sampled[-1]})),
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
         )

@@ -34,7 +34,7 @@ def test_where_nothing_is_compiled_every_head_has_every_size():
     assert shapes.heads("penalties", 5) == tuple(range(1, 257))
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 4, 5])
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 5, 17, 32, 64, 100])
 def test_few_sequences_have_a_seldom_head_too(num_seqs):
     assert Shapes.chain(num_seqs, 64, 128, 16, 100).heads("edits", 0)[-1] == num_seqs
 
