@@ -273,7 +273,7 @@ class Unreadable:
         raise self.error("while waiting")
 
 
-def _fail(plan: Plan) -> Pending:
+def _fail(plan: Plan, mask: Any) -> Pending:
     raise RuntimeError("device lost")
 
 
@@ -283,7 +283,7 @@ class SlowDevice:
     def __init__(self) -> None:
         self.free_at = 0.0
 
-    def launch(self, plan: Plan) -> Any:
+    def launch(self, plan: Plan, mask: Any) -> Any:
         self.free_at = max(self.free_at, time.perf_counter()) + 0.020
         return _Promise(plan, self.free_at)
 
