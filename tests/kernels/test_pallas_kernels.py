@@ -66,7 +66,7 @@ def test_triton_lowered_equals_float64(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", HALF, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", HALF[1:4], ids=lambda c: c.name)
 def test_mosaic_gpu_equals_float64(case):
     batch = rounded(make_batch(case))
     out, want = run(mosaic_gpu, batch, ORDERS[len(case.name) % 2], jnp.bfloat16), expected(batch)
