@@ -27,6 +27,7 @@ SAYS = {
     Reason.NO_ROOM: "waits: its blocks do not fit",
     Reason.AFTER_PREEMPTION: "waits: a step that preempts admits nobody",
     Reason.IN_FLIGHT: "waits: a token from before its preemption is unread",
+    Reason.GRAMMAR: "waits: its grammar is being compiled",
     Reason.SIBLING: "waits: the first of its family computes the prompt",
 }
 STARTS = (Reason.ADMITTED, Reason.FORKED, Reason.RESUMED)

@@ -13,8 +13,9 @@ import pytest
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
-from octavo.engine.lab.explain import explain
+from octavo.engine.lab.explain import SAYS, explain
 from octavo.engine.lab.rerun import rerun
+from octavo.engine.plan import Reason
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "synchronous"])
@@ -118,3 +119,7 @@ def test_a_story_says_why(log_path):
 def test_an_unknown_request_is_refused_with_those_that_are_known(log_path):
     with pytest.raises(ValueError, match=r"no request 'nobody': it has '0', '1'.* and 4 more"):
         explain(log_path, "nobody")
+
+
+def test_every_reason_has_words():
+    assert set(SAYS) == set(Reason)
