@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from octavo.engine import LLM, SamplingParams
@@ -19,6 +20,7 @@ SMALL = llama.LlamaConfig(
     max_model_len=512, windows=(None, 24, None),
 )  # fmt: skip
 ROUNDS = 10
+REPEATED = 1031  # blocks of different numbers; a prime
 
 
 def check(backend: str) -> dict[str, Any]:
@@ -93,17 +95,17 @@ def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, 
     tables = np.random.default_rng(0).permutation(seqs * width).reshape(seqs, width).astype(np.int32) + 1
     step = make_step(backend, tables, seqs, length, count)
     rng = np.random.default_rng(1)
-    small = rng.standard_normal((1031, BLOCK, HEADS, DIM), np.float32)
+    small = [rng.standard_normal((REPEATED, BLOCK, HEADS, DIM), np.float32) for _ in "kv"]
+    shape = (seqs * width + 1, BLOCK, HEADS, DIM)
 
-    def pool(shift: int) -> np.ndarray:
-        return np.resize(np.roll(small, shift, 0), (seqs * width + 1, BLOCK, HEADS, DIM))
+    def pool(x: np.ndarray) -> Any:
+        return backend.place_repeated(x.astype(ml_dtypes.bfloat16).reshape(-1), ArraySpec(shape, (None,) * 4))
 
     def place(x: np.ndarray) -> Any:
         return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim))
 
-    first = pool(0), pool(7)
     # the layers' pools differ in memory, not in numbers: that is enough for the caches of the chip
-    caches = [(place(first[0]), place(first[1])) for _ in range(layers)]
+    caches = [(pool(small[0]), pool(small[1])) for _ in range(layers)]
     q = rng.standard_normal((seqs * count, HEADS, GROUP, DIM), np.float32)
 
     def program(caches: list, q: Any, step: Step, *, ops: Any) -> tuple:
@@ -117,11 +119,12 @@ def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, 
         # each op's output is the next one's query, so that none is left out or moved
         for k, v in caches:
             out = ops.attention(out, k, v, "n p k d", step, SPEC)
-        return out, caches
+        # all of it would take the host longer to read than the device to compute
+        return out[:1], caches
 
     once = backend.compile(program, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
     out, caches = once(caches, place(q), step)
-    error = relative_error(backend.read(out), q, first, tables, length, count)
+    error = relative_error(backend.read(out), q, small, tables, length, count)
     run = backend.compile(chained, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
     placed = place(q)
     for _ in range(3):
@@ -139,7 +142,6 @@ def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, 
 
 def relative_error(out: np.ndarray, q: np.ndarray, pools: Any, tables: np.ndarray, length: int, count: int) -> float:
     """Of the last row of the first sequence, and of one in its middle, against float64; inputs as bfloat16 has them."""
-    import ml_dtypes
 
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -148,7 +150,7 @@ def relative_error(out: np.ndarray, q: np.ndarray, pools: Any, tables: np.ndarra
     for row in {count - 1, count // 2}:
         position = length - count + row
         at = np.arange(position + 1)
-        k, v = (rounded(p[tables[0, at // BLOCK], at % BLOCK]) for p in pools)
+        k, v = (rounded(p[tables[0, at // BLOCK] % REPEATED, at % BLOCK]) for p in pools)
         scores = np.einsum("kgd,mkd->kgm", rounded(q[row]), k) * SPEC.scale
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = np.einsum("kgm,mkd->kgd", weights / weights.sum(-1, keepdims=True), v)

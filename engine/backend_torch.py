@@ -27,8 +27,9 @@ Tensor = torch.Tensor
 # tuples: a union would be made anew at each of the hundreds of calls a step
 ARRAYS, SEQUENCES = (Tensor, np.ndarray, Packed), (list, tuple)
 DTYPES = ("float32", "bfloat16", "float16")
-# of a step that is worth a graph: more keep a GPU busy for longer than the host takes to launch them
-GRAPH_TOKENS = 2048
+# of a step that is worth a graph. An eager launch of a Triton kernel takes the host up to 90 us, so that even 8,192
+# tokens of a small model wait for it (45 ms against 26); beyond, padding to a recorded size costs more than it saves
+GRAPH_TOKENS = 8192
 
 
 class Void(Tensor):

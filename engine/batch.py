@@ -78,7 +78,8 @@ class Shapes:
         elif graph_tokens is not None:
             seqs = tuple(n for n in SEQS if n < max_num_seqs) + (max_num_seqs,)
             sampled = powers(2, max_num_seqs)
-            small = (*powers(2, STEP, 16), *range(2 * STEP, graph_tokens + 1, STEP))
+            middle = min(graph_tokens, 16 * STEP)
+            small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
             tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
         return Shapes(
             seqs=seqs,

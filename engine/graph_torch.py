@@ -60,9 +60,9 @@ def detached(tree: Any) -> Any:
 
 
 class Inputs:
-    """The inputs of one shape at fixed places on the device. The host's are laid end to end and copied at once."""
+    """Arrays of given shapes at fixed places on the device. The host's are laid end to end and copied at once."""
 
-    def __init__(self, trees: list[Any], arrays: list[Any], device: torch.device):
+    def __init__(self, arrays: list[Any], device: torch.device):
         self.device, self.pinned, self.turn, size = device, device.type == "cuda", 0, 0
         self.offsets: list[int] = []
         for x in arrays:
@@ -81,7 +81,6 @@ class Inputs:
             ]
             for stage in self.stages
         ]
-        self.trees = rebuild(trees, iter(self.places))
 
     def _place(self, x: Any, at: int) -> Tensor:
         if isinstance(x, Tensor):
@@ -134,7 +133,8 @@ class Program:
     ):
         self.fn, self.at, self.weights, self.back, self.consume = fn, at, weights, back, consume
         self.capture, self.device, self.most_tokens = capture, device, most_tokens
-        self.inputs: dict[Any, Inputs] = {}
+        self.inputs: dict[Any, Inputs] = {}  # by the shapes of all arrays
+        self.trees: dict[Any, tuple[Inputs, list[Any]]] = {}  # by all that makes a graph another one
         self.graphs: dict[Any, Graph] = {}
         self.num_captures = 0
 
@@ -156,12 +156,16 @@ class Program:
         own = [i for i in range(len(xs)) if i not in (self.at, self.weights)]
         arrays: list[Any] = []
         key = describe([xs[i] for i in own], arrays)
-        inputs = self.inputs.get(key)
-        if inputs is None:
-            inputs = self.inputs[key] = Inputs([xs[i] for i in own], arrays, self.device)
+        if key not in self.trees:
+            shapes = tuple((x.shape, x.dtype) for x in arrays)
+            if shapes not in self.inputs:
+                self.inputs[shapes] = Inputs(arrays, self.device)
+            places = self.inputs[shapes].places
+            self.trees[key] = self.inputs[shapes], rebuild([xs[i] for i in own], iter(places))
+        inputs, trees = self.trees[key]
         inputs.fill(arrays)
         args = list(xs)
-        for i, tree in zip(own, inputs.trees, strict=True):
+        for i, tree in zip(own, trees, strict=True):
             args[i] = tree
         args[self.at] = state
         if not self.is_captured(xs):

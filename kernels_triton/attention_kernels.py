@@ -1,6 +1,6 @@
 """Paged attention in Triton: decode with split keys and a reduction, and chunked prefill in blocks of queries.
 
-Scores are in units of log2, so that weights are powers of two. Strides are arguments: any order of block, slot and head
+Peaks are in units of log2, so that weights are powers of two. Strides are arguments: any order of block, slot and head
 will do. Keys that no query of a program sees are not read, so they may hold anything.
 
 Letters: S sequences, T tokens, M rows of a tile (queries x heads of a group), N keys of a tile, Z splits.
@@ -16,76 +16,95 @@ NEVER = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def rows_at(
+    pool, table, at_N, seen_N, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    OF_N: tl.constexpr, OF_P: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """[N, DP]: the keys or values of one head at places at_N of a sequence. Not MASKED: all of them are there."""
+    block_N = tl.load(table + at_N // P, mask=seen_N, other=0) if MASKED else tl.load(table + at_N // P)
+    # an offset that may not fit in 32 bits
+    block_N = block_N.to(tl.int64) if FAR else block_N
+    d = tl.arange(0, DP)
+    place_ND = pool + (block_N * OF_N + at_N % P * OF_P)[:, None] + d[None, :]
+    if D != DP:
+        mask_ND = seen_N[:, None] & (d < D)[None, :] if MASKED else (d < D)[None, :]
+        x_ND = tl.load(place_ND, mask=mask_ND, other=0.0)
+    elif MASKED:
+        x_ND = tl.load(place_ND, mask=seen_N[:, None], other=0.0)
+    else:
+        x_ND = tl.load(place_ND)
+    return x_ND
+
+
+@triton.jit
 def score(q_MD, k_ND, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[M, N] scaled and capped scores, in log2. Without a cap `scale` holds log2(e) already."""
-    s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
+    """[M, N] products; with a cap they are scaled, capped and in log2 already."""
+    s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
     if CAP > 0:
         # cap * tanh(s / cap), tanh(x) being 1 - 2 / (exp(2 x) + 1)
-        s = CAP * LOG2E * (1 - 2 / (tl.exp2(s * (2 * LOG2E / CAP)) + 1))
+        s = CAP * LOG2E * (1 - 2 / (tl.exp2(s * (scale * 2 * LOG2E / CAP)) + 1))
     return s
 
 
 @triton.jit
-def fold(acc_MV, peak_M, sum_M, s_MN, v_NV, PRECISION: tl.constexpr):
-    """One tile of keys folded into a running softmax."""
-    new_M = tl.maximum(peak_M, tl.max(s_MN, 1))
+def fold(acc_MV, peak_M, sum_M, s_MN, v_NV, factor, PRECISION: tl.constexpr):
+    """One tile of keys folded into a running softmax of s * factor, factor being positive."""
+    new_M = tl.maximum(peak_M, tl.max(s_MN, 1) * factor)
     keep_M = tl.exp2(peak_M - new_M)
-    p_MN = tl.exp2(s_MN - new_M[:, None])
+    p_MN = tl.exp2(s_MN * factor - new_M[:, None])
     acc_MV = acc_MV * keep_M[:, None] + tl.dot(p_MN.to(v_NV.dtype), v_NV, input_precision=PRECISION)
     return acc_MV, new_M, sum_M * keep_M + tl.sum(p_MN, 1)
 
 
 @triton.jit
+def share(length, low, splits, N: tl.constexpr, LEAST: tl.constexpr):
+    """Where the first split of a sequence begins, and how many keys each has: whole tiles, and not too few."""
+    first = low // N * N
+    return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), N) * N, LEAST)
+
+
+@triton.jit
 def decode(
-    q, k, v, tables, lengths, starts, sinks, out, parts, peaks, sums, scale,
-    q_t, q_k, q_g, k_n, k_p, k_k, v_n, v_p, v_k, table_s, num_seqs,
+    q, k, v, tables, lengths, starts, sinks, out, parts, peaks, sums, scale, factor, table_s, num_seqs, num_tokens,
+    Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
+    V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, ONLY: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
-    ONLY says that the step has no others: the rows after the last token are then zeroed here.
+    A split without keys leaves nothing. The step's tokens of nobody become zero.
     """
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + s)
     m, d, e, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
     own_M = m < G
-    nobodys = ONLY and (s >= tl.load(starts + num_seqs)) & (z == 0)
-    if nobodys:
-        at_MV = out + ((s.to(tl.int64) * K + h) * G + m)[:, None] * V + e[None, :]
-        tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=own_M[:, None] & (e < V)[None, :])
-    if tl.load(starts + s + 1) - start == 1:
-        length, t = tl.load(lengths + s), start.to(tl.int64)
-        low = 0
-        if WINDOW > 0:
-            low = tl.maximum(length - WINDOW, 0)
-        first = low // N * N
-        each = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), N) * N
-        lo = first + z * each
-        hi = tl.minimum(lo + each, length)
+    for i in range(tl.load(starts + num_seqs) + s, num_tokens, num_seqs):
+        at_MV = out + ((i * K + h) * G + m)[:, None] * V + e[None, :]
+        tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=(own_M & (z == 0))[:, None] & (e < V)[None, :])
+    length, t = tl.load(lengths + s), start.to(tl.int64)
+    low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first, each = share(length, low, tl.num_programs(2), N, LEAST)
+    lo = first + z * each
+    hi = tl.minimum(lo + each, length)
+    if (tl.load(starts + s + 1) - start == 1) & (lo < hi):
         q_MD = tl.load(
-            q + t * q_t + h * q_k + m[:, None] * q_g + d[None, :], mask=own_M[:, None] & (d < D)[None, :], other=0.0
+            q + t * Q_T + h * Q_K + m[:, None] * Q_G + d[None, :], mask=own_M[:, None] & (d < D)[None, :], other=0.0
         )
         peak_M, sum_M = tl.full([M], NEVER, tl.float32), tl.zeros([M], tl.float32)
         acc_MV = tl.zeros([M, VP], tl.float32)
         if SINKS and z == 0:
             peak_M = tl.load(sinks + h * G + m, mask=own_M, other=0.0).to(tl.float32) * LOG2E
             sum_M = tl.full([M], 1.0, tl.float32)
+        table = tables + s * table_s
         for j in range(lo, hi, N):
             at_N = j + n
             seen_N = (at_N < hi) & (at_N >= low)
-            block_N = tl.load(tables + s * table_s + at_N // P, mask=seen_N, other=0).to(tl.int64)
-            k_ND = tl.load(
-                k + (block_N * k_n + at_N % P * k_p + h * k_k)[:, None] + d[None, :],
-                mask=seen_N[:, None] & (d < D)[None, :], other=0.0,
-            )  # fmt: skip
-            v_NV = tl.load(
-                v + (block_N * v_n + at_N % P * v_p + h * v_k)[:, None] + e[None, :],
-                mask=seen_N[:, None] & (e < V)[None, :], other=0.0,
-            )  # fmt: skip
+            k_ND = rows_at(k + h * K_K, table, at_N, seen_N, D, DP, P, K_N, K_P, True, FAR)
+            v_NV = rows_at(v + h * V_K, table, at_N, seen_N, V, VP, P, V_N, V_P, True, FAR)
             s_MN = tl.where(seen_N[None, :], score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION), NEVER)
-            acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), PRECISION)
+            acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
         if SPLIT:
             row_M = ((s.to(tl.int64) * K + h) * G + m) * tl.num_programs(2) + z
             tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=own_M[:, None])
@@ -99,15 +118,18 @@ def decode(
 
 @triton.jit
 def reduce(
-    parts, peaks, sums, starts, out, splits,
+    parts, peaks, sums, lengths, starts, out, splits,
     HEADS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, Z: tl.constexpr,
+    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """The splits of decode put together. Program (head, sequence)."""
     h, s = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + s)
+    start, length = tl.load(starts + s), tl.load(lengths + s)
+    low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first, each = share(length, low, splits, N, LEAST)
     if tl.load(starts + s + 1) - start == 1:
         z, e = tl.arange(0, Z), tl.arange(0, VP)
-        row_Z, there_Z = (s.to(tl.int64) * HEADS + h) * splits + z, z < splits
+        row_Z, there_Z = (s.to(tl.int64) * HEADS + h) * splits + z, (z < splits) & (first + z * each < length)
         peak_Z = tl.load(peaks + row_Z, mask=there_Z, other=NEVER)
         weight_Z = tl.exp2(peak_Z - tl.max(peak_Z, 0))
         total = tl.sum(tl.load(sums + row_Z, mask=there_Z, other=0.0) * weight_Z, 0)
@@ -118,21 +140,17 @@ def reduce(
 
 @triton.jit
 def attend_tiles(
-    acc_MV, peak_M, sum_M, q_MD, k, v, table, position_M, lo, hi, low, scale,
-    k_n, k_p, v_n, v_p,
+    acc_MV, peak_M, sum_M, q_MD, k, v, table, position_M, lo, hi, low, scale, factor,
+    K_N: tl.constexpr, K_P: tl.constexpr, V_N: tl.constexpr, V_P: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-    N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys lo .. hi in tiles. Not MASKED: every row sees all of them, and they are whole tiles."""
-    d, e, n = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
+    n = tl.arange(0, N)
     for j in range(lo, hi, N):
         at_N = j + n
-        seen_N = (at_N < hi) & (at_N >= low) if MASKED else at_N >= 0
-        block_N = tl.load(table + at_N // P, mask=seen_N, other=0).to(tl.int64)
-        k_ND = tl.load(
-            k + (block_N * k_n + at_N % P * k_p)[:, None] + d[None, :],
-            mask=seen_N[:, None] & (d < D)[None, :], other=0.0,
-        )  # fmt: skip
+        seen_N = (at_N < hi) & (at_N >= low)
+        k_ND = rows_at(k, table, at_N, seen_N, D, DP, P, K_N, K_P, MASKED, FAR)
         s_MN = score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION)
         if MASKED:
             behind_MN = position_M[:, None] - at_N[None, :]
@@ -140,48 +158,39 @@ def attend_tiles(
             if WINDOW > 0:
                 visible_MN = visible_MN & (behind_MN < WINDOW)
             s_MN = tl.where(visible_MN, s_MN, NEVER)
-        v_NV = tl.load(
-            v + (block_N * v_n + at_N % P * v_p)[:, None] + e[None, :],
-            mask=seen_N[:, None] & (e < V)[None, :], other=0.0,
-        )  # fmt: skip
-        acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), PRECISION)
+        v_NV = rows_at(v, table, at_N, seen_N, V, VP, P, V_N, V_P, MASKED, FAR)
+        acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
     return acc_MV, peak_M, sum_M
 
 
 @triton.jit
 def prefill(
-    q, k, v, tables, lengths, starts, tiles, sinks, out, scale,
-    q_t, q_k, q_g, k_n, k_p, k_k, v_n, v_p, v_k, table_s, num_seqs, num_tokens,
+    q, k, v, tables, lengths, starts, tile_seqs, tile_firsts, num_tiles, sinks, out, scale, factor, table_s,
+    Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
+    V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    GP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, GP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of several tokens. Program (kv head, tile of M // GP queries); `tiles` names each tile's sequence.
+    """Sequences of several tokens, in tiles of M // GP queries: tile w is of sequence tile_seqs[w].
 
-    A tile's rows are its queries' heads of one group, so that they share the keys. Tokens of nobody become zero.
+    A tile's rows are its queries' heads of one group, so that they share the keys. Program (kv head, which tiles): one
+    tile each where the grid suffices. Late queries see most keys: they go first, so that the last programs are short.
     """
     Q: tl.constexpr = M // GP
     h = tl.program_id(0)
-    # late queries see most keys: they go first, so that the last programs are short ones
-    w = tl.num_programs(1) - 1 - tl.program_id(1)
-    s = tl.load(tiles + w)
-    start, total = tl.load(starts + s), tl.load(starts + num_seqs)
-    count, length = tl.load(starts + s + 1) - start, tl.load(lengths + s)
     m, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP)
-    g_M = m % GP
-    if (w + 1) * Q > total:
-        t_M = w * Q + m // GP
-        nobodys_M = (t_M >= total) & (t_M < num_tokens) & (g_M < G)
-        at_MV = out + ((t_M.to(tl.int64) * K + h) * G + g_M)[:, None] * V + e[None, :]
-        tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=nobodys_M[:, None] & (e < V)[None, :])
-    first = (w - (start // Q + s)) * Q
-    if (count > 1) & (first < count):
-        computed = length - count
-        i_M = first + m // GP
+    g_M, total = m % GP, tl.load(num_tiles)
+    for turn in range(tl.program_id(1), total, tl.num_programs(1)):
+        w = total - 1 - turn
+        s, first = tl.load(tile_seqs + w), tl.load(tile_firsts + w)
+        start, length = tl.load(starts + s), tl.load(lengths + s)
+        count = tl.load(starts + s + 1) - start
+        computed, i_M = length - count, first + m // GP
         own_M = (i_M < count) & (g_M < G)
         t_M = (start + i_M).to(tl.int64)
         q_MD = tl.load(
-            q + (t_M * q_t + h * q_k + g_M * q_g)[:, None] + d[None, :],
+            q + (t_M * Q_T + h * Q_K + g_M * Q_G)[:, None] + d[None, :],
             mask=own_M[:, None] & (d < D)[None, :], other=0.0,
         )  # fmt: skip
         peak_M, sum_M = tl.full([M], NEVER, tl.float32), tl.zeros([M], tl.float32)
@@ -191,20 +200,17 @@ def prefill(
             sum_M = tl.full([M], 1.0, tl.float32)
         table, position_M = tables + s * table_s, computed + i_M
         hi = computed + tl.minimum(first + Q, count)
-        if WINDOW > 0:
-            low = tl.maximum(computed + first - WINDOW + 1, 0)
-            lo = low // N * N
-        else:
-            low = 0
-            # keys up to the first query's own are seen by all
-            lo = (computed + first + 1) // N * N
+        low = tl.maximum(computed + first - WINDOW + 1, 0) if WINDOW > 0 else 0
+        # without a window, keys up to the first query's own are seen by all
+        lo = low // N * N if WINDOW > 0 else (computed + first + 1) // N * N
+        if WINDOW == 0:
             acc_MV, peak_M, sum_M = attend_tiles(
-                acc_MV, peak_M, sum_M, q_MD, k + h * k_k, v + h * v_k, table, position_M, 0, lo, low, scale,
-                k_n, k_p, v_n, v_p, D, V, P, WINDOW, CAP, False, N, DP, VP, PRECISION,
+                acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, 0, lo, 0, scale, factor,
+                K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, False, N, DP, VP, FAR, PRECISION,
             )  # fmt: skip
         acc_MV, peak_M, sum_M = attend_tiles(
-            acc_MV, peak_M, sum_M, q_MD, k + h * k_k, v + h * v_k, table, position_M, lo, hi, low, scale,
-            k_n, k_p, v_n, v_p, D, V, P, WINDOW, CAP, True, N, DP, VP, PRECISION,
+            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, lo, hi, low, scale, factor,
+            K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, True, N, DP, VP, FAR, PRECISION,
         )  # fmt: skip
         at_MV = out + ((t_M * K + h) * G + g_M)[:, None] * V + e[None, :]
         o_MV = (acc_MV / sum_M[:, None]).to(out.dtype.element_ty)

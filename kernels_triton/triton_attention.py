@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,12 @@ from . import attention_kernels as kernels
 Tensor = torch.Tensor
 
 MAX_SPLITS = 64
-RESIDENT = 2  # decode programs that a multiprocessor holds at a time
+LEAST_KEYS = 128  # of a split: with fewer, putting the splits together costs more
+CHUNKS = 32  # sequences of several tokens that a step is expected to have
+RESIDENT = 4  # decode programs that a multiprocessor holds at a time
 PLACES = {order: tuple(order.split().index(a) for a in "npk") for order in ("n p k d", "n k p d")}
 # without a GPU, in the interpreter: so that splits and their reduction are run there too
-INTERPRETED_PROCESSORS = 4
+INTERPRETED_PROCESSORS = 2
 
 
 class Tiling(NamedTuple):
@@ -28,26 +31,38 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
+class Tiles(NamedTuple):
+    """The tiles of queries of a step's sequences of several tokens: the first `num_1` entries are of tiles."""
+
+    seqs_W: Tensor
+    firsts_W: Tensor  # the place of a tile's first query in its sequence's tokens of this step
+    num_1: Tensor
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A step's sequences of each tile, by the number of queries of a tile."""
+    """What a step's layers share: its tiles, by the number of queries of a tile."""
 
     starts_S1: Tensor
     num_tokens: int
-    tiles: dict[int, Tensor] = field(default_factory=dict)
+    tiles: dict[int, Tiles] = field(default_factory=dict)
 
-    def tiles_of(self, queries: int) -> Tensor:
-        """The sequence of each tile. Sequence s has those from starts[s] // queries + s on: never too few."""
+    def tiles_of(self, queries: int) -> Tiles:
+        """Made when first asked for, on the device."""
         if queries not in self.tiles:
-            starts_S = self.starts_S1[:-1]
-            first_S = starts_S // queries + torch.arange(len(starts_S), dtype=torch.int32, device=starts_S.device)
-            tile_W = torch.arange(self.num_tokens // queries + len(starts_S), dtype=torch.int32, device=starts_S.device)
-            self.tiles[queries] = torch.searchsorted(first_S, tile_W, right=True, out_int32=True) - 1
+            starts, device = self.starts_S1, self.starts_S1.device
+            counts_S = starts[1:] - starts[:-1]
+            each_S = torch.where(counts_S > 1, (counts_S + (queries - 1)) // queries, 0)
+            ends_S = torch.cumsum(each_S, 0, dtype=torch.int32)
+            tile_W = torch.arange(self.num_tokens // queries + len(counts_S), dtype=torch.int32, device=device)
+            seqs_W = torch.searchsorted(ends_S, tile_W, right=True, out_int32=True).clamp_max_(len(counts_S) - 1)
+            firsts_W = (tile_W - (ends_S - each_S)[seqs_W]) * queries
+            self.tiles[queries] = Tiles(seqs_W, firsts_W.to(torch.int32), ends_S[-1:])
         return self.tiles[queries]
 
 
 def plan(step: Any, spec: Any, block_size: int) -> Plan:
-    """What the layers share; tiles are cut when first asked for."""
+    """Nothing yet: tiles are cut when first asked for."""
     return Plan(step.query_starts_S1, step.seq_ids_T.shape[0])
 
 
@@ -67,16 +82,20 @@ def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
         return Tiling(max(32, group), 32, 4, 1)
     if widest > 128:
         return Tiling(max(64, group), 32, 4, 2)
-    return Tiling(max(128, group), 64, 8, 3)
+    return Tiling(max(128, group), 64, 4, 3)
 
 
-def num_splits(programs: int, keys: int, tile: int, device: torch.device) -> int:
-    """How many programs share a sequence's keys: enough to fill the device, none without a tile."""
-    if device.type == "cuda":
-        wanted = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        wanted = INTERPRETED_PROCESSORS
-    return max(1, min(MAX_SPLITS, wanted // programs, -(-keys // tile)))
+def num_splits(programs: int, keys: int, device: torch.device) -> int:
+    """How many programs share a sequence's keys: enough to fill the device."""
+    return max(1, min(MAX_SPLITS, RESIDENT * num_processors(device) // programs, -(-keys // LEAST_KEYS)))
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend(
@@ -94,71 +113,76 @@ def attend(
     return out_TKGV
 
 
-def common(q: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any) -> tuple[list[int], dict[str, Any]]:
-    """Strides and constants that both kernels take."""
-    places = PLACES[order]
-    strides = [*q.stride()[:3], *(k.stride(i) for i in places), *(v.stride(i) for i in places)]
-    constants = {
-        "K": spec.num_kv_heads,
-        "G": spec.group_size,
+def common(q: Tensor, k: Tensor, v: Tensor, order: str, spec: Any) -> dict[str, Any]:
+    """Constants that both kernels take; of heads as many as the arrays have, which may be a shard's."""
+    n, p, h = PLACES[order]
+    # of both, although one may be narrower: tiles of two widths came out wrong in bfloat16 (Triton 3.6, Hopper)
+    width = max(16, triton.next_power_of_2(max(spec.k_dim, spec.v_dim)))
+    return {
+        **dict(zip(("Q_T", "Q_K", "Q_G"), q.stride(), strict=False)),
+        **{f"K_{a}": k.stride(i) for a, i in (("N", n), ("P", p), ("K", h))},
+        **{f"V_{a}": v.stride(i) for a, i in (("N", n), ("P", p), ("K", h))},
+        "K": q.shape[1],
+        "G": q.shape[2],
         "D": spec.k_dim,
         "V": spec.v_dim,
-        "P": k.shape[places[1]],
+        "P": k.shape[p],
         "WINDOW": spec.window or 0,
         "CAP": float(spec.softcap or 0.0),
-        "DP": max(16, triton.next_power_of_2(spec.k_dim)),
-        "VP": max(16, triton.next_power_of_2(spec.v_dim)),
+        "DP": width,
+        "VP": width,
+        "FAR": max(k.numel(), v.numel()) >= 2**31,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    # a number of heads that the specs and a shard do not share is read off the arrays
-    constants |= {"K": q.shape[1], "G": q.shape[2]}
-    return [*strides, step.block_tables_SB.stride(0)], constants
-
-
-def log2_scale(spec: Any) -> float:
-    return spec.scale * (1.0 if spec.softcap else kernels.LOG2E.value)
 
 
 def launch_decode(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None
 ) -> None:
-    """The rows of one token, and the padding of a step that has no others."""
-    strides, constants = common(q, k, v, order, step, spec)
-    tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype)
-    num_seqs, (heads, group) = tables.shape[0], q.shape[1:3]
-    keys = min(tables.shape[1] * constants["P"], (spec.window or 1 << 30) + tiling.keys)
-    splits = num_splits(num_seqs * heads, keys, tiling.keys, q.device)
-    parts, peaks, sums = q, q, q
+    """The rows of one token, and the padding."""
+    constants, tables, tiling = common(q, k, v, order, spec), step.block_tables_SB, decode_tiling(spec, q.dtype)
+    (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
+    keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
+    splits = num_splits(num_seqs * heads, keys, q.device)
+    parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
     if splits > 1:
         rows = num_seqs * heads * group * splits
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
         peaks, sums = torch.empty((2, rows), dtype=torch.float32, device=q.device)
     kernels.decode[(heads, num_seqs, splits)](
-        q, k, v, tables, step.lengths_S, step.query_starts_S1, q if sinks is None else sinks, out, parts, peaks, sums,
-        log2_scale(spec), *strides, num_seqs,
-        **constants, SINKS=sinks is not None, SPLIT=splits > 1, ONLY=step.decode,
+        q, k, v, tables, lengths, starts, q if sinks is None else sinks, out, parts, peaks, sums,
+        spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q),
+        **constants, SINKS=sinks is not None, SPLIT=splits > 1, LEAST=LEAST_KEYS,
         M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if splits > 1:
         kernels.reduce[(heads * group, num_seqs)](
-            parts, peaks, sums, step.query_starts_S1, out, splits,
-            HEADS=heads * group, V=spec.v_dim, VP=constants["VP"], Z=MAX_SPLITS, num_warps=4,
+            parts, peaks, sums, lengths, starts, out, splits,
+            HEADS=heads * group, V=spec.v_dim, VP=constants["VP"], Z=MAX_SPLITS,
+            WINDOW=constants["WINDOW"], N=tiling.keys, LEAST=LEAST_KEYS, num_warps=4,
         )  # fmt: skip
 
 
 def launch_prefill(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None, plan: Plan
 ) -> None:
-    """The rows of several tokens, and the padding."""
-    strides, constants = common(q, k, v, order, step, spec)
-    tiling, group = prefill_tiling(spec, q.dtype), triton.next_power_of_2(q.shape[2])
-    tiles = plan.tiles_of(tiling.rows // group)
-    kernels.prefill[(q.shape[1], len(tiles))](
-        q, k, v, step.block_tables_SB, step.lengths_S, step.query_starts_S1, tiles, q if sinks is None else sinks, out,
-        log2_scale(spec), *strides, step.block_tables_SB.shape[0], q.shape[0],
-        **constants, SINKS=sinks is not None,
-        GP=group, M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    """The rows of several tokens."""
+    tables, tiling, group = step.block_tables_SB, prefill_tiling(spec, q.dtype), triton.next_power_of_2(q.shape[2])
+    queries = tiling.rows // group
+    tiles = plan.tiles_of(queries)
+    # enough programs for the tiles of a few sequences; where more begin in one step, a program takes several tiles
+    programs = len(q) // queries + min(len(tables), CHUNKS)
+    kernels.prefill[(q.shape[1], programs)](
+        q, k, v, tables, step.lengths_S, step.query_starts_S1, *tiles, q if sinks is None else sinks, out,
+        spec.scale, factor_of(spec), tables.stride(0),
+        **common(q, k, v, order, spec), SINKS=sinks is not None, GP=group,
+        M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
+
+
+def factor_of(spec: Any) -> float:
+    """What a score is multiplied by to be in log2; a capped one is already."""
+    return 1.0 if spec.softcap else spec.scale * kernels.LOG2E.value
 
 
 def interpreted() -> bool:
@@ -170,6 +194,8 @@ def supports(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """None, or why not."""
     if max(spec.k_dim, spec.v_dim) > 256:
         return f"a head of {max(spec.k_dim, spec.v_dim)} dims is more than the 256 that its tiles hold"
+    if spec.scale <= 0:
+        return f"scale {spec.scale} is not positive"
     if interpreted():
         return None if dtype != torch.bfloat16 else "Triton's interpreter multiplies bfloat16 wrongly"
     return None if device.type == "cuda" else "it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)"

@@ -51,7 +51,7 @@ def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     def init(self: TorchBackend, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.capture, self.graph_tokens, self.eager = recorder, 2048, False
+        self.capture, self.graph_tokens, self.eager = recorder, backend_torch.GRAPH_TOKENS, False
 
     monkeypatch.setattr(TorchBackend, "__init__", init)
     return recorder
@@ -124,16 +124,14 @@ def test_state_that_a_program_makes_anew_stays_where_it_was() -> None:
 
 def test_inputs_lie_end_to_end_and_keep_their_values() -> None:
     rng = np.random.default_rng(0)
-    trees = [{"a": rng.integers(0, 9, (3, 5)).astype(np.int32), "b": (rng.random(2, np.float32), np.array([True]))}]
-    arrays: list[Any] = []
-    backend_torch.map_arrays(arrays.append, trees)
-    inputs = Inputs(trees, arrays, torch.device("cpu"))
+    arrays = [rng.integers(0, 9, (3, 5)).astype(np.int32), rng.random(2, np.float32), np.array([True])]
+    inputs = Inputs(arrays, torch.device("cpu"))
     for turn in range(9):
         new = [x + turn if x.dtype != bool else x for x in arrays]
         inputs.fill(new)
-        for got, want in zip(arrays_of(inputs.trees), new, strict=True):
+        for got, want in zip(inputs.places, new, strict=True):
             assert got.numpy().dtype == want.dtype and np.array_equal(got.numpy(), want)
-    assert len({x.untyped_storage().data_ptr() for x in arrays_of(inputs.trees)}) == 1
+    assert len({x.untyped_storage().data_ptr() for x in inputs.places}) == 1
 
 
 def test_a_large_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,14 @@ from octavo.kernels_triton import attention_kernels, fused, triton_attention
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
-INTEGERS = {"tables", "lengths", "starts", "tiles", "blocks", "offsets"}
+INTEGERS = {"tables", "lengths", "starts", "tile_seqs", "tile_firsts", "num_tiles", "blocks", "offsets"}
 FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
-ATTENTION = DIMS | {"P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
+STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
+STRIDES |= {name.replace("K_", "V_", 1): size for name, size in STRIDES.items() if name.startswith("K_")}
+ATTENTION = (
+    DIMS | STRIDES | {"FAR": False, "P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
+)
 
 
 def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3) -> None:
@@ -29,7 +33,11 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
             return "constexpr"
         return "fp32" if argument in ("eps", "factor") else "i32" if argument.startswith("num_") else "*bf16"
 
-    numbers = {"splits", "table_s", *(a for a in kernel.arg_names if len(a.split("_")[-1]) == 1 and "_" in a)}
+    numbers = {
+        "splits",
+        "table_s",
+        *(a for a in kernel.arg_names if "_" in a and len(a.split("_")[-1]) == 1 and a.islower()),
+    }
     signature = {a: "i32" if a in numbers else kind(a) for a in kernel.arg_names}
     if "tables" in signature:
         signature["scale"] = "fp32"
@@ -47,9 +55,21 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
 def main() -> None:
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16)
     for name, split in (("decode", False), ("decode-split", True)):
-        constants = ATTENTION | {"SPLIT": split, "ONLY": True, "M": tile.rows, "N": tile.keys}
+        constants = ATTENTION | {"SPLIT": split, "LEAST": triton_attention.LEAST_KEYS, "M": tile.rows, "N": tile.keys}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
-    compile("reduce", attention_kernels.reduce, {"HEADS": 32, "V": 128, "VP": 128, "Z": triton_attention.MAX_SPLITS})
+    compile(
+        "reduce",
+        attention_kernels.reduce,
+        {
+            "HEADS": 32,
+            "V": 128,
+            "VP": 128,
+            "Z": triton_attention.MAX_SPLITS,
+            "WINDOW": 0,
+            "N": 64,
+            "LEAST": triton_attention.LEAST_KEYS,
+        },
+    )
     tile = triton_attention.prefill_tiling(SPEC, torch.bfloat16)
     constants = ATTENTION | {"GP": 4, "M": tile.rows, "N": tile.keys}
     compile("prefill", attention_kernels.prefill, constants, tile.num_warps, tile.num_stages)
