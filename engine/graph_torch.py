@@ -9,16 +9,19 @@ the next replay of any graph may overwrite: the graphs share one pool.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+log = logging.getLogger("octavo")
+
 Tensor = torch.Tensor
 ALIGNMENT = 64  # bytes, of an input in the buffer of all
 STAGES = 4  # host buffers of a shape: the host may be so many launches ahead of the device
-Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 def describe(tree: Any, arrays: list[Any]) -> Any:
@@ -106,6 +109,18 @@ class Inputs:
             event.record()
 
 
+class Capture(Protocol):
+    """How a graph is made."""
+
+    def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:
+        """Runs now: the results, and whether the host never waited. What waits for the device cannot be recorded."""
+        ...
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What replays `run`, and its results, which a replay overwrites."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Graph:
     """A recording: what replays it, what it leaves where, and what it is bound to."""
@@ -136,6 +151,7 @@ class Program:
         self.inputs: dict[Any, Inputs] = {}  # by the shapes of all arrays
         self.trees: dict[Any, tuple[Inputs, list[Any]]] = {}  # by all that makes a graph another one
         self.graphs: dict[Any, Graph] = {}
+        self.waits: set[Any] = set()  # what cannot be recorded
         self.num_captures = 0
 
     @torch.inference_mode()
@@ -168,13 +184,17 @@ class Program:
         for i, tree in zip(own, trees, strict=True):
             args[i] = tree
         args[self.at] = state
-        if not self.is_captured(xs):
+        if not self.is_captured(xs) or key in self.waits:
             return self._settled(self.fn(*args), state)
         weights = args[self.weights] if self.weights >= 0 else None
         addresses = tuple(x.data_ptr() for x in arrays_of(state))
         graph = self.graphs.get(key)
         if graph is None or graph.addresses != addresses or graph.weights is not weights:
-            results = self._settled(self.fn(*args), state)
+            results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
+            if not free:
+                log.info("a program waits for the device, so it always runs op by op: %s", key)
+                self.waits.add(key)
+                return results
             # a value of its own, which nobody consumes
             args[self.at] = same = detached(state)
             replay, left = self.capture(lambda: self._settled(self.fn(*args), same))
@@ -205,6 +225,18 @@ class GraphPool:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+
+    def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:
+        """Runs now: the results, and whether the host never waited, as torch's own watch over such calls says."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                results = run()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return results, not any("synchronizing" in str(w.message) for w in said)
 
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """What replays `run`, and its results, which a replay overwrites."""

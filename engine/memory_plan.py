@@ -98,6 +98,13 @@ class Planner:
 
     @cached_property
     def activations_bytes(self) -> int:
+        c = self.config
+        # graphs keep theirs apart from what runs op by op
+        times = 2 if c.backend == "torch" and c.device == "cuda" and not c.enforce_eager else 1
+        return times * self.activations_once
+
+    @cached_property
+    def activations_once(self) -> int:
         c, model = self.config, self.model
         return max(forward_bytes(c, model, self.divisors), head_bytes(c, model), reading_bytes(c, model))
 
