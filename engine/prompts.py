@@ -154,6 +154,9 @@ def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
     if isinstance(ids, str) or not hasattr(ids, "__iter__"):
         raise ValueError(f"prompt {ids!r}: a prompt is {FORMS}")
     ids = list(ids)
+    # nearly always plain ints: three passes in C, where a benchmark's 260,000 ids took 100 ms one by one
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
     for i in ids:
         if not isinstance(i, Integral) or isinstance(i, bool) or not 0 <= int(i) < vocab_size:
             raise ValueError(f"token id {i!r} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# a peak before any key. Finite, so that a hidden score, which is -inf, weighs 0 beside it: where both were large
+# numbers, a fused multiply-add left their rounding error (1e23) as an exponent
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -103,7 +105,7 @@ def decode(
             seen_N = (at_N < hi) & (at_N >= low)
             k_ND = rows_at(k + h * K_K, table, at_N, seen_N, D, DP, P, K_N, K_P, True, FAR)
             v_NV = rows_at(v + h * V_K, table, at_N, seen_N, V, VP, P, V_N, V_P, True, FAR)
-            s_MN = tl.where(seen_N[None, :], score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION), NEVER)
+            s_MN = tl.where(seen_N[None, :], score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION), float("-inf"))
             acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
         if SPLIT:
             row_M = ((s.to(tl.int64) * K + h) * G + m) * tl.num_programs(2) + z
@@ -157,7 +159,7 @@ def attend_tiles(
             visible_MN = (behind_MN >= 0) & seen_N[None, :]
             if WINDOW > 0:
                 visible_MN = visible_MN & (behind_MN < WINDOW)
-            s_MN = tl.where(visible_MN, s_MN, NEVER)
+            s_MN = tl.where(visible_MN, s_MN, float("-inf"))
         v_NV = rows_at(v, table, at_N, seen_N, V, VP, P, V_N, V_P, MASKED, FAR)
         acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
     return acc_MV, peak_M, sum_M

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-
-if find_spec("triton"):
-    from . import gemv
-else:
-    gemv = None
 
 Tensor = torch.Tensor
 
@@ -83,9 +77,7 @@ def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
     free = x.shape[: x.ndim - shared]
     if first:
         tail, depth = w.shape[shared:], w.shape[:shared].numel()
-        x, w = x.reshape(-1, depth), w.reshape(depth, -1)
-        y = gemv.gemv(x, w) if gemv and gemv.serves(x, w) else x @ w
-        return y.reshape(*free, *tail)
+        return (x.reshape(-1, depth) @ w.reshape(depth, -1)).reshape(*free, *tail)
     tail, depth = w.shape[: w.ndim - shared], w.shape[w.ndim - shared :].numel()
     return F.linear(x.reshape(-1, depth), w.reshape(-1, depth)).reshape(*free, *tail)
 

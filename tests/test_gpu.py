@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from backends import BACKENDS
 from oracle import greedy
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
+
+from octavo.engine.backend import get_backend
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +43,31 @@ def test_samples_are_those_of_a_cpu(backend: str) -> None:
 def test_half_precision_runs(backend: str, dtype: str) -> None:
     llm = engine(backend=backend, device="cuda", dtype=dtype)
     assert [len(t) for t in tokens(llm, PROMPTS[:4], GREEDY)] == [GREEDY.max_tokens] * 4
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="graphs are torch's")
+def test_graphs_warm_ones_too_and_no_graphs_give_the_same_tokens() -> None:
+    """And nothing is recorded after a warm-up, nor waits for the device."""
+    want = tokens(engine(backend="torch", device="cuda", dtype="float32", enforce_eager=True), PROMPTS, GREEDY)
+    for warmup in ("lazy", "all"):
+        llm = engine(backend="torch", device="cuda", dtype="float32", warmup=warmup)
+        before = llm.backend.num_compiles()
+        assert tokens(llm, PROMPTS, GREEDY) == want
+        assert (llm.backend.num_compiles() == before) == (warmup == "all")
+        assert tokens(llm, PROMPTS[:3], replace(GREEDY, logprobs=2, logprob_token_ids=[5, 9])) == want[:3]
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
+def test_triton_attention_equals_float64(dtype: str, near: float) -> None:
+    """Over the shared cases and the kernels' own, compiled."""
+    from kernels.test_attention import CASES, ORDERS, attend, expected, make_batch
+    from kernels.test_triton_kernels import CASES as MORE
+
+    backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
+    for case in (*CASES, *MORE):
+        for order in ORDERS:
+            batch = make_batch(case)
+            out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
+            np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")
+            assert not out[len(want) :].any(), case.name

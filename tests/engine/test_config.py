@@ -316,3 +316,15 @@ def test_what_one_backend_lacks_is_refused_there(installed, backend, name, value
 def test_what_opens_a_checkpoint_is_refused_beside_a_spec(name, value):
     with pytest.raises(ValueError, match=f"{name}.* ModelSpec"):
         engine_config(SPEC, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "memory, given, seqs, tokens",
+    [(141 << 30, {}, 1024, 16384), (24 << 30, {}, 256, 8192), (None, {}, 256, 8192),
+     (141 << 30, {"max_num_seqs": 7}, 7, 7 * 2048), (141 << 30, {"max_num_batched_tokens": 100}, 100, 100)],
+)  # fmt: skip
+def test_a_gpu_takes_more_at_a_time(memory, given, seqs, tokens):
+    """vLLM's defaults by the size of the card; what is given stays."""
+    config = engine_config("m", **given).for_model(SPEC, "cuda", "bfloat16", memory)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+    assert engine_config("m", **given).for_model(SPEC).max_num_seqs == given.get("max_num_seqs", 32)

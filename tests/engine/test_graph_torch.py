@@ -13,6 +13,7 @@ from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
 from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void
+from octavo.engine.batch import Shapes, at_least
 from octavo.engine.graph_torch import Inputs, arrays_of
 from octavo.models.interface import ArraySpec
 
@@ -156,3 +157,14 @@ def test_a_large_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {key[0][1][3] for program in llm.backend.programs for key in program.graphs if len(key) == 1}
     assert shapes
     assert max(n for n in shapes if isinstance(n, int)) <= 8
+
+
+def test_shapes_of_graphs_waste_little() -> None:
+    shapes = Shapes.chain(256, 8192, 4352, 16, 1000, graph_tokens=4096, any_width=True)
+    assert (shapes.seqs[0], shapes.seqs[-1], len(shapes.widths)) == (1, 256, 1)
+    for sizes, most in ((shapes.seqs, 256), (shapes.tokens, 8192)):
+        assert list(sizes) == sorted(set(sizes)) and sizes[-1] == most
+    for n in range(257, 8193, 7):
+        size = at_least(shapes.tokens, n)
+        assert size - n < (128 if n <= 2048 else 512 if n <= 4096 else 64)
+    assert len([n for n in shapes.tokens if n <= 4096]) < 30

@@ -181,3 +181,27 @@ def test_a_plan_needs_a_config_that_has_seen_the_model():
 
 def test_available_memory_is_some_of_this_machine():
     assert 2**20 < available_memory() < 2**50
+
+
+def _gpu_plan(available, total, **arguments):
+    config = engine_config("m", backend=BACKENDS[0], max_num_seqs=4, max_num_batched_tokens=64, **arguments)
+    config = config.for_model(FULL, "cuda", "bfloat16")
+    return memory_plan(config, FULL, available=available, total=total)
+
+
+def test_on_a_gpu_the_cache_fills_its_part_of_the_card():
+    """What others hold is taken off; the activations of graphs lie beside the eager ones."""
+    others, probe = 4 << 20, _gpu_plan(80 << 30, 80 << 30)
+    room = probe.total_bytes - probe.cache_bytes + (1 << 20)
+    total = 2 * (room + others)
+    plan = _gpu_plan(total - others, total, gpu_memory_utilization=0.5)
+    assert plan.total_bytes <= room < plan.total_bytes + BLOCK
+    eager = _gpu_plan(total - others, total, gpu_memory_utilization=0.5, enforce_eager=True)
+    assert plan.activations_bytes == (2 if BACKENDS[0] == "torch" else 1) * eager.activations_bytes
+    # beyond what can be of use it does not grow
+    assert probe.cache_bytes < USEFUL * 4 * (2048 // 16 + 1) * BLOCK
+
+
+def test_a_gpu_without_room_says_how_much_is_missing():
+    with pytest.raises(ValueError, match=r"\d+ bytes too few beside \d+ of weights; no request fits"):
+        _gpu_plan(1 << 20, 40 << 20)

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels_triton import attention_kernels, fused, gemv, triton_attention
+from octavo.kernels_triton import attention_kernels, fused, triton_attention
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
@@ -76,9 +76,6 @@ def main() -> None:
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
-    width, tile, stages = gemv.USUAL
-    sizes = {"E": 4096, "F": 4096, "X_R": 4096, "M": gemv.TILE, "B": tile, "N": width}
-    compile("gemv", gemv.gemv_kernel, sizes, num_stages=stages)
     compile("rope_write", fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64})
 
 

@@ -17,7 +17,7 @@ from kernels.test_attention import attend, backend_of, expected, make_batch
 from shapes import DECODE, MIXED, PREFILL, Ragged
 from tolerances import tolerance
 
-from octavo.kernels_triton import fused, gemv
+from octavo.kernels_triton import fused
 from octavo.models.interface import Rope, Step
 
 CASES = (
@@ -129,14 +129,6 @@ def test_rope_and_write(heads: int, group: int, dim: int, order: str) -> None:
         torch.testing.assert_close(got.double(), expect, rtol=0, atol=tolerance("float32", "op"))
 
 
-@pytest.mark.parametrize(("rows", "depth", "size"), [(1, 256, 48), (3, 200, 2600), (16, 384, 16500)])
-def test_a_product_of_few_rows(rows: int, depth: int, size: int) -> None:
-    rng = np.random.default_rng(4)
-    x, w = (torch.from_numpy(rng.standard_normal(s).astype(np.float32)) for s in ((rows, depth), (depth, size)))
-    out = gemv.gemv(x, w)
-    torch.testing.assert_close(out.double(), x.double() @ w.double(), rtol=0, atol=50 * tolerance("float32", "op"))
-
-
 def test_every_kernel_compiles_for_hopper() -> None:
     """In a process of its own: here Triton is the interpreter."""
     here = Path(__file__).parent
@@ -155,7 +147,6 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "qk_norm",
         "gate",
         "rope_write",
-        "gemv",
     }
     # a program may have 227 KiB of shared memory there
     assert all(int(shared) <= 227 * 1024 for shared in sizes.values()), sizes
