@@ -51,7 +51,7 @@ def vocab_size(folder: Path) -> int:
 def engine(folder: Path, backend: str, **arguments: Any) -> LLM:
     """An engine on a tiny random model with the tokenizer of a folder."""
     config = dataclasses.replace(tiny.TINY, vocab_size=vocab_size(folder), max_model_len=512)
-    defaults: dict[str, Any] = {"num_gpu_blocks_override": 600, "max_num_seqs": 8}
+    defaults: dict[str, Any] = {"num_gpu_blocks_override": 600, "max_num_seqs": 4}
     return tiny.engine(config, tokenizer=str(folder), backend=backend, **(defaults | arguments))
 
 

@@ -122,11 +122,12 @@ def test_tokens_are_the_same_overlapped_alone_mixed_and_after_preemption(folder:
     params = [formed(form) for form in [*FORMS, *[{"regex": "[a-d]{30}"}] * 3]]
     alone = [ids(run(llm, [p]))[0] for p in params]
     assert ids(run(llm, [*params, *plain]))[: len(params)] == alone
-    sync = world.engine(folder, name, async_scheduling=False)
-    assert ids(run(sync, [*plain, *params]))[2:] == alone
-    tight = world.engine(folder, name, num_gpu_blocks_override=[12, 80], max_model_len=64)
-    assert ids(run(tight, params)) == alone
-    assert tight.scheduler.num_preemptions > 0
+    sync, tight = {"async_scheduling": False}, {"num_gpu_blocks_override": [10, 80], "max_model_len": 64}
+    # JAX compiles for each, so there it is one engine
+    for more in (sync, tight) if name == "torch" else (sync | tight,):
+        other = world.engine(folder, name, **more)
+        assert ids(run(other, [*plain, *params]))[2:] == alone
+        assert (other.scheduler.num_preemptions > 0) == ("max_model_len" in more)
 
 
 def test_samples_have_states_of_their_own(any_llm: LLM) -> None:
@@ -241,12 +242,12 @@ def test_one_that_is_aborted_while_it_is_compiled_is_gone(folder: Path) -> None:
 
 def test_a_failed_step_ends_them_and_the_engine_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = world.engine(folder, BACKENDS[0])
-    expected = ids(run(llm, [formed(f) for f in FORMS]))
+    expected = ids(run(llm, [formed(f) for f in FORMS[:2]]))
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "launch_head", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
         with pytest.raises(RuntimeError, match="broken"):
-            run(llm, [formed(f) for f in FORMS])
-    assert not llm.structured.alive and ids(run(llm, [formed(f) for f in FORMS])) == expected
+            run(llm, [formed(f) for f in FORMS[:2]])
+    assert not llm.structured.alive and ids(run(llm, [formed(f) for f in FORMS[:2]])) == expected
 
 
 def test_what_can_never_be_served_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,7 @@ def test_the_engine_can_ask_for_json_without_whitespace_and_extras(folder: Path)
 
 def test_a_structural_tag_holds_what_begins_with_its_trigger(any_llm: LLM) -> None:
     tag = {"triggers": ["a"], "structures": [{"begin": "ab", "schema": {"enum": [12, True]}, "end": "!"}]}
-    params = [formed({"structural_tag": tag, **COMPACT}, seed=i, max_tokens=80) for i in range(4)]
+    params = [formed({"structural_tag": tag, **COMPACT}, seed=i, max_tokens=48) for i in range(4)]
     for o in run(any_llm, params):
         # whatever begins with an a is a whole structure, but for the last if it is cut
         text = re.sub("ab(12|true)!", "", o.outputs[0].text)
