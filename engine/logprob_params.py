@@ -91,4 +91,4 @@ def wanted_of(p: SamplingParams, prompt: Sequence[int]) -> Wanted | None:
         )
     if start == stop:
         return None
-    return Wanted(start, stop, tuple(prompt[start + 1 :]), p.prompt_logprobs or 0, given or ())
+    return Wanted(start, stop, tuple(prompt[start + 1 :]), p.prompt_logprobs or 0, tuple(map(tuple, given or ())))

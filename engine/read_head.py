@@ -61,13 +61,14 @@ class ReadHead:
         What holds the whole vocabulary is taken to the host tile by tile, one behind: two of them are on the device at
         a time, however long the prompts are.
         """
-        tiles: list[Any] = []
+        tiles: list[Output | dict[str, np.ndarray]] = []
+        last: Output | None = None
         for reading in reading_inputs(plan, self.shapes, self.mode, hidden["last"].shape[0]):
             output, rows = self.run(weights, rows, hidden["last"], reading)
             self._prefetch(vars(output).values())
-            if tiles and reading.num_logprobs == self.shapes.logprobs[-1]:
-                tiles[-1] = on_host(tiles[-1], self.backend)
-            tiles.append(output)
+            if last is not None and reading.num_logprobs == self.shapes.logprobs[-1]:
+                tiles[-1] = on_host(last, self.backend)
+            tiles.append(last := output)
         wanted = {name: hidden[name] for read in plan.reads for name in read.hidden}
         self._prefetch(wanted.values())
         return Reads(wanted, tiles), rows

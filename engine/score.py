@@ -61,8 +61,8 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool) -> list[li
         _check_length(llm, start, len(continuation))
     scores: list[list[ScoreOutput]] = [[] for _ in prompts]
     for (i, continuation), parts in zip(pairs, compute(llm, whole, wanted, use_tqdm), strict=True):
-        logprobs = [x for part in parts for x in part.logprobs.tolist()]
-        ranks = [x for part in parts for x in part.ranks.tolist()]
+        logprobs = [float(x) for part in parts if part.logprobs is not None for x in part.logprobs]
+        ranks = [int(x) for part in parts if part.ranks is not None for x in part.ranks]
         scores[i].append(ScoreOutput(ids[i], continuation, logprobs, ranks, _decoded(llm, ids[i], continuation)))
     return scores
 
