@@ -86,9 +86,9 @@ class Inboxes:
             return self.open.pop(inbox.number, None) is not None
 
     def find(self, request_ids: Iterable[str]) -> list[Inbox]:
-        """Those that are open."""
+        """Those that are open, each once."""
         with self.lock:
-            return [self.by_id[name] for name in request_ids if name in self.by_id]
+            return [self.by_id[name] for name in dict.fromkeys(request_ids) if name in self.by_id]
 
     def news(self, outputs: tuple[tuple[int, RequestOutput], ...]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, RequestOutput]]] = {}

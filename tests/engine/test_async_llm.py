@@ -179,6 +179,20 @@ def test_abort_gives_a_last_output(one: AsyncLLM) -> None:
     run(work)
 
 
+def test_an_abort_may_name_a_request_twice(one: AsyncLLM) -> None:
+    async def work() -> None:
+        for kind in RequestOutputKind:
+            task = asyncio.create_task(outputs_of(one.generate(PROMPTS[0], replace(LONG, output_kind=kind), "twice")))
+            while not (await one.get_stats()).num_running:
+                await asyncio.sleep(0)
+            await one.abort(["twice", "twice"])
+            assert (await task)[-1].outputs[0].finish_reason == "abort"
+            await one.check_health()
+            assert await freed(one)
+
+    run(work)
+
+
 WRONG = {
     "params": (([1], {"n": 1}), {}, "is not a SamplingParams"),
     "id": (([1], GREEDY, 5), {}, "request id 5 is not a string"),
