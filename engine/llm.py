@@ -399,4 +399,5 @@ class LLM(EngineSteps):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
-        return self.scheduler.reset_prefix_cache()
+        with self.lock:
+            return self.scheduler.reset_prefix_cache()

@@ -234,3 +234,14 @@ def test_numbers_beyond_all_bounds_mean_the_bound(backend: str) -> None:
     llm.add_request("salted", PROMPTS[0], GREEDY, cache_salt="\ud800")
     assert drained(llm)["salted"].finished
     assert_empty(llm)
+
+
+def test_the_cache_is_not_reset_in_the_middle_of_a_step() -> None:
+    llm, answers = engine(), []
+    thread = threading.Thread(target=lambda: answers.append(llm.reset_prefix_cache()))
+    with llm.lock:
+        thread.start()
+        thread.join(0.2)
+        assert not answers
+    thread.join()
+    assert answers == [True]
