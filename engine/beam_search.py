@@ -178,6 +178,10 @@ def beam_search(
     """The beams behind each prompt, in order; `concurrency_limit` is how many prompts are searched at a time."""
     if not isinstance(params, BeamSearchParams):
         raise ValueError(f"params {params!r} is not a BeamSearchParams")
+    if llm.config.logprobs_mode.endswith("logits"):
+        raise ValueError(
+            f"logprobs_mode {llm.config.logprobs_mode!r}: beams are ranked by logprobs, and this engine makes logits"
+        )
     prompts = list_of_prompts(prompts)
     searches = [_search(llm, prompt, params) for prompt in prompts]
     each_step = step_params(params, llm.eos_ids, llm.model.vocab_size, llm.config.max_logprobs)

@@ -172,6 +172,12 @@ def test_more_logprobs_than_the_engine_gives_are_refused() -> None:
         engine().beam_search([[1]], SamplingParams())
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_no_scores(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"logprobs_mode '{mode}'"):
+        engine(logprobs_mode=mode).beam_search([[1]], BeamSearchParams(beam_width=2, max_tokens=2))
+
+
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
 def test_transformers_finds_the_same(penalty: float, tmp_path: Path) -> None:
     """With early_stopping="never", which is the definition: nothing ends before no beam can win any more."""
