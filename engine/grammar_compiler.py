@@ -151,7 +151,7 @@ class GrammarCompiler:
         with self.lock:
             if self.trie is None:
                 vocabulary = self.make_vocabulary()
-                self.setup = grammar_worker.pack(vocabulary, sys.path, self.limits.memory)
+                self.setup = grammar_worker.pack(vocabulary, sys.path, self.limits.memory, self.limits.seconds)
                 self.trie = token_trie(vocabulary)
 
     def _tried(self, source: tuple[str, str]) -> str:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,7 +165,11 @@ def main() -> None:
     os.nice(10)
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
-        print(json.dumps(_tried(trie, vocabulary, *json.loads(line))), file=answers)
+        # the engine kills a slow one sooner, unless it was killed itself
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup["seconds"] + 1)
+        answer = _tried(trie, vocabulary, *json.loads(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer), file=answers)
 
 
 def _tried(trie: Any, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, str]:
@@ -193,11 +198,11 @@ def _limit_memory(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def pack(vocabulary: Vocabulary, path: Sequence[str], memory: int) -> str:
-    """The set-up line of `main`."""
-    tokens = [t.hex() for t in vocabulary.tokens]
+def pack(vocabulary: Vocabulary, path: Sequence[str], memory: int, seconds: float) -> str:
+    """The set-up line of `main`. `memory` (bytes) and `seconds` are what compiling one grammar may cost."""
+    tokens, limits = [t.hex() for t in vocabulary.tokens], {"memory": memory, "seconds": seconds}
     return json.dumps(
-        {"tokens": tokens, "special": vocabulary.special, "ends": vocabulary.ends, "path": list(path), "memory": memory}
+        {"tokens": tokens, "special": vocabulary.special, "ends": vocabulary.ends, "path": list(path), **limits}
     )
 
 

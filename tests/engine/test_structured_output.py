@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ import pytest
 from backends import BACKENDS
 from grammar_world import PROMPT, formed
 
-from octavo.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from octavo.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammar_worker
+from octavo.engine.grammar_worker import Vocabulary
 
 pytest.importorskip("llguidance")
 
@@ -24,6 +28,8 @@ PERSON = {
     "required": ["n"],
     "additionalProperties": False,
 }
+# a second or more to compile
+SLOW = {"type": "integer", "multipleOf": 999983}
 COMPACT = {"disable_any_whitespace": True}
 CHOICES = ["yes", "no", "nobody", 'a "q" é 日本', "\n\t/"]
 FORMS: list[dict[str, Any]] = [
@@ -219,7 +225,7 @@ def test_step_returns_a_queued_request_whose_grammar_is_wrong(any_llm: LLM) -> N
 def test_a_request_waits_aside_while_its_grammar_is_compiled(folder: Path) -> None:
     llm = world.engine(folder, BACKENDS[0], structured_outputs_config={"compile_timeout": 3.0})
     run(llm, [formed({"choice": ["yes"]})])
-    slow = formed({"json": {"type": "integer", "multipleOf": 999983}})
+    slow = formed({"json": SLOW})
     llm.add_request("slow", PROMPT, slow)
     start = time.perf_counter()
     (o,) = run(llm, [SamplingParams(temperature=0, max_tokens=5)])
@@ -233,9 +239,22 @@ def test_a_request_waits_aside_while_its_grammar_is_compiled(folder: Path) -> No
     assert run(llm, [formed({"choice": ["no"]})])[0].outputs[0].text == "no"
 
 
+def test_a_worker_whose_engine_was_killed_ends_by_itself() -> None:
+    """Nobody is left to kill it, and it does not see that its commands have ended while it compiles."""
+    ends, command = [256], [sys.executable, "-P", grammar_worker.__file__]
+    setup = grammar_worker.pack(Vocabulary([*(bytes([i]) for i in range(256)), b""], {}, ends), sys.path, 2**31, 0.5)
+    slow = json.dumps(["json", json.dumps({"schema": SLOW, "closed": False, "options": {}})])
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        child.communicate(f"{setup}\n{slow}\n".encode(), timeout=15)
+        assert child.returncode == -signal.SIGALRM
+    finally:
+        child.kill()
+
+
 def test_one_that_is_aborted_while_it_is_compiled_is_gone(folder: Path) -> None:
     llm = world.engine(folder, BACKENDS[0], structured_outputs_config={"compile_timeout": 1.0})
-    llm.add_request("slow", PROMPT, formed({"json": {"type": "integer", "multipleOf": 999983}}))
+    llm.add_request("slow", PROMPT, formed({"json": SLOW}))
     llm.abort("slow")
     assert not llm.has_unfinished_requests() and llm.step() == []
 
