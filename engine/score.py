@@ -37,7 +37,7 @@ class ScoreOutput:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is (or ties with) the most likely one, so that greedy decoding might say it."""
+        """Whether each token is more likely than all others, so that greedy decoding says it. A tie is none."""
         return all(rank == 1 for rank in self.ranks)
 
 
