@@ -69,11 +69,10 @@ def sampling_columns(
     params = [params] * num_seqs if isinstance(params, SamplingParams) else list(params)
     if len(params) != num_seqs:
         raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")
+    refused = ("stop", "stop_token_ids", "min_tokens", "extra_args", "structured_outputs", "repetition_detection")
     for p in params:
-        if p.stop or p.stop_token_ids or p.min_tokens or p.extra_args or p.n != 1:
-            raise NotImplementedError(
-                "functional.generate takes no stop, stop_token_ids, min_tokens, extra_args or n: use LLM.generate"
-            )
+        if p.n != 1 or any(getattr(p, name) for name in refused):
+            raise NotImplementedError(f"functional.generate takes no n, {', '.join(refused)}: use LLM.generate")
         if vocab_size is None and (p.allowed_token_ids or p.logit_bias or p.bad_words):
             raise ValueError("allowed_token_ids, logit_bias and bad_words need vocab_size=model.vocab_size here")
     columns = {

@@ -150,6 +150,12 @@ def test_a_cache_of_the_wrong_size_is_refused(llm: LLM) -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="stop_token_ids"):
         sampling_columns(replace(GREEDY, stop_token_ids=(3,)), 2)
+    for form in (
+        {"structured_outputs": {"regex": "a+"}},
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(form))):
+            sampling_columns(replace(RANDOM, **form), 1)
     with pytest.raises(NotImplementedError, match="extra_args"):
         sampling_columns(replace(GREEDY, extra_args={"mine": {}}), 2)
     for edit in ({"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}):
