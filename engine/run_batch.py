@@ -256,10 +256,15 @@ class _Run:
         self._succeed(entry, body, entry.ask.request_id)
 
     def _succeed(self, entry: Entry, body: Mapping[str, Any], request_id: str | None) -> None:
+        try:
+            entry.result = success(entry.line, body, request_id)
+        except ValueError as error:
+            # NaN: of a model that overflows, say
+            self._fail(entry, RequestError(f"the engine's answer cannot be written as JSON: {error}", status=500))
+            return
         entry.num_tokens = body["usage"].get("completion_tokens", 0)
         self.batch.summary.num_prompt_tokens += body["usage"]["prompt_tokens"]
         self.batch.summary.num_completion_tokens += entry.num_tokens
-        entry.result = success(entry.line, body, request_id)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         entry.result = failure(entry.line, error)

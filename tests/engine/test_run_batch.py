@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.batch_file import FileResults, Line, read_lines
 from octavo.engine.cli import app
-from octavo.engine.run_batch import Batch, Summary
+from octavo.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.engine.run_batch import Batch, Summary, _Run
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +392,27 @@ def test_a_failing_engine_writes_nothing_and_can_be_gone_on_with(
     assert 0 < done < 12
     assert serve(llm, source, target).num_resumed == done
     assert [r["error"] for r in comparable(target.read_bytes())] == [None] * 12
+
+
+def test_a_number_that_is_none_is_an_error_of_its_line(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose float16 overflows gives logprobs that JSON cannot hold; a batch must not stop there for ever."""
+    nan = RequestOutput(
+        "x", None, [1], [CompletionOutput(0, "", [5], 0.0, [{5: Logprob(float("nan"), 1)}], "length")], True
+    )
+
+    def take(run: Any, output: RequestOutput, take: Any = _Run._take) -> None:
+        take(
+            run,
+            replace(nan, request_id=output.request_id) if run.home[output.request_id][0].line.number == 2 else output,
+        )
+
+    monkeypatch.setattr(_Run, "_take", take)
+    lines = [line(str(i), prompt=[i], max_tokens=1, temperature=0, logprobs=0) for i in range(1, 4)]
+    found = results_of(llm, tmp_path, *lines)
+    assert [r["response"]["status_code"] for r in found] == [200, 500, 200]
+    assert "JSON" in found[1]["error"]["message"]
 
 
 def test_reading_depends_on_place_content_and_context() -> None:
