@@ -76,10 +76,8 @@ def profile_torch(run: Callable[[], Any], steps: int) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
-    return busiest(
-        [(e.name, e.device_time_total) for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA],
-        steps,
-    )
+    on_device = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
+    return busiest([(e.name, e.device_time_total) for e in on_device], steps)
 
 
 def profile_jax(run: Callable[[], Any], steps: int) -> dict[str, Any]:

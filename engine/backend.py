@@ -21,7 +21,12 @@ class Backend(Protocol):
     ops: Any
     dtype: str  # of weights and caches whose spec names none
     eager: bool  # programs are not compiled: a shape costs nothing, so padding can be exact
-    graph_tokens: int | None  # larger steps are run op by op, smaller ones from graphs; None: there are no graphs
+
+    @property
+    def graph_tokens(self) -> int | None:
+        """Tokens of the largest step that is run from a graph, larger ones being run op by op; None: no graphs."""
+        ...
+
     threads: int  # of the CPU, that products use: other numbers may give other last bits
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:

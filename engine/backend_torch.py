@@ -223,7 +223,7 @@ class TorchBackend:
             host, copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
             host.copy_(x, non_blocking=True)
             copied.record()
-            x.__dict__["prefetched"] = host, copied
+            vars(x)["prefetched"] = host, copied
 
     def read(self, x: Tensor | Packed) -> np.ndarray:
         """A copy on the host; of a packed weight, as it was before."""

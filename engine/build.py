@@ -229,7 +229,7 @@ def _generation_config(config: EngineConfig, checkpoint: Checkpoint | None) -> d
         found = dict(checkpoint.generation_config) if checkpoint else {}
     else:
         found = read_json(Path(config.generation_config) / "generation_config.json")
-    return found | config.override_generation_config
+    return {**found, **config.override_generation_config}
 
 
 def _eos_ids(config: EngineConfig, checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> frozenset[int]:

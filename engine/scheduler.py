@@ -385,7 +385,7 @@ class Scheduler:
                 if r.num_logprobs > draft.num_logprobs:
                     draft.num_logprobs = r.num_logprobs
                 if r.params.logprob_token_ids:
-                    draft.token_ids[r.id] = r.params.logprob_token_ids
+                    draft.token_ids[r.id] = tuple(r.params.logprob_token_ids)
             if r.wanted or not r.samples:
                 plan_reads(r, start, draft)
             if start < len(r.prompt):

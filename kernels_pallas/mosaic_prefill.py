@@ -48,8 +48,8 @@ def pairs_of(plan: Plan, group_size: int) -> Pairs:
     pair_W = jnp.arange(most, dtype=jnp.int32)
     seq_W = jnp.minimum(jnp.sum(pair_W[:, None] >= last_S[None], axis=-1, dtype=jnp.int32), num_seqs - 1)
     unit_W = jnp.maximum(2 * (last_S[seq_W] - 1 - pair_W), 0)
-    whole = (plan.starts_S, counts_S, plan.lengths_S)
-    return Pairs(seq_W, unit_W, *(x.astype(jnp.int32) for x in whole), last_S[-1:])
+    starts_S, counts_S, lengths_S = (x.astype(jnp.int32) for x in (plan.starts_S, counts_S, plan.lengths_S))
+    return Pairs(seq_W, unit_W, starts_S, counts_S, lengths_S, last_S[-1:])
 
 
 def interpreter(**options: Any) -> Any:
@@ -269,7 +269,7 @@ def attend_unit(work: Loop, unit: Unit, wg: Any, q_ref: Any, sinks_ref: Any, out
             scores_MN = jnp.dot(qo[...], ks[slot].T, preferred_element_type=jnp.float32)
             take_turns()
         else:
-            scores_MN = pl.run_scoped(scores, plgpu.ACC((ROWS, n), jnp.float32))
+            scores_MN = pl.run_scoped(scores, plgpu.ACC((ROWS, n), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
         plgpu.barrier_arrive(k_free.at[slot])
         if spec.softcap is None:
             scores_MN = scores_MN * (spec.scale * LOG2_E)
@@ -301,7 +301,7 @@ def attend_unit(work: Loop, unit: Unit, wg: Any, q_ref: Any, sinks_ref: Any, out
         if interpret:
             out_MD = out_MD + jnp.dot(half_MN, vs[slot], preferred_element_type=jnp.float32)
         else:
-            out_MD = pl.run_state(add)(plgpu.ACC.init(out_MD))
+            out_MD = pl.run_state(add)(plgpu.ACC.init(out_MD))  # pyright: ignore[reportPrivateImportUsage]
         plgpu.barrier_arrive(v_free.at[slot])
         return out_MD, top_M, sum_M
 

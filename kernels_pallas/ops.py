@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .attention import AttentionOp
 from .noise import digest, gumbel
@@ -70,7 +71,7 @@ class JaxOps:
 
         def call(w: Any, cache: Any, x_TE: jax.Array, step: Any, spec: Any, ops: JaxOps, layout: Any) -> Any:
             dtype = next(iter(cache.values())).dtype
-            traced = isinstance(x_TE, jax.core.Tracer)
+            traced = isinstance(x_TE, Tracer)
             plan = self._attention.prepared(step, spec, dtype, layout.block_size) if traced else None
             if plan is None:
                 return fn(w, cache, x_TE, step, spec, ops, layout)

@@ -118,10 +118,7 @@ def _teach(subjects: Sequence[Subject], prompts: Sequence[Sequence[int]], max_to
     assert isinstance(subjects[0], EngineSubject)
     yield from subjects[0].run(requests)
     for s in subjects:
-        if isinstance(s, EngineSubject):
-            s.runner.reset()
-        else:
-            s.learn({r.id: r.tokens for r in requests})
+        s.learn({r.id: r.tokens for r in requests})
 
 
 def compare_step(

@@ -124,7 +124,7 @@ def _build(header: Mapping[str, Any], model: Any, weights: Any, arguments: Mappi
         raise ValueError(f"the log was made with layout {header['layout']}: pass it as layout=")
     if model is None and header["is_spec"]:
         raise ValueError(f"the log was made from a ModelSpec ({header['model']}): pass it as model=, with its weights=")
-    return build(engine_config(model if model is not None else header["model"], **logged | arguments), weights)
+    return build(engine_config(model if model is not None else header["model"], **{**logged, **arguments}), weights)
 
 
 def _changes(logged: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

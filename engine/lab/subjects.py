@@ -24,6 +24,10 @@ class Subject(Protocol):
     name: str
     dtype: str
 
+    def learn(self, sequences: dict[str, list[int]]) -> None:
+        """Makes ready to be shown the steps of these sequences, known by request id."""
+        ...
+
     def look(self, step: LoggedStep) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Taps [T, ...] of the step's tokens by name, and the logits of its sampled rows [R, V]."""
         ...
@@ -41,6 +45,10 @@ class EngineSubject:
         self.teller = Teller(parts.runner)
         compile = parts.backend.compile
         self.logits = compile(_logits(parts.model), ("weights", "hidden"), ("logits", "hidden"), "hidden")
+
+    def learn(self, sequences: dict[str, list[int]]) -> None:
+        """Empties the cache: the steps themselves say all that is to be known."""
+        self.runner.reset()
 
     def look(self, step: LoggedStep) -> tuple[dict[str, np.ndarray], np.ndarray]:
         runner, read = self.runner, self.runner.backend.read

@@ -50,6 +50,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[EngineSubject], None
 
     def broken(name: str, *args: Any) -> EngineSubject:
         subject = made(name, *args)
+        assert isinstance(subject, EngineSubject)
         if name != "oracle":
             fault(subject)
         return subject
