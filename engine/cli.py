@@ -92,6 +92,8 @@ def generate(
         run = llm.chat if chat else llm.generate
         outputs = run(inputs, params, use_tqdm=sys.stderr.isatty())
         _print_outputs(prompts, outputs, as_json)
+        if wrong := [sample.error for output in outputs for sample in output.outputs if sample.error]:
+            raise ValueError(wrong[0])
 
 
 def _form(json_schema: str | None, regex: str | None) -> dict[str, str] | None:

@@ -61,6 +61,9 @@ def test_the_command_line_takes_a_schema_or_a_regex(tmp_path: Path) -> None:
         (["--regex", "a", "--json-schema", str(tmp_path / "s.json")], "give one of them"),
         (["--json-schema", str(tmp_path / "none.json")], "none.json"),
         (["--regex", "a", "--ignore-eos"], "ignore_eos"),
+        (["--regex", "["], "unclosed character class"),
+        (["--regex", "[", "-p", "When?"], "unclosed character class"),
+        (["--regex", "[", "--json"], "unclosed character class"),
     ):
         result = CliRunner().invoke(app, [*common, *more])
         assert result.exit_code == 1 and message in result.output
