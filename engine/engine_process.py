@@ -142,6 +142,9 @@ class Engine:
                 self.llm.abort(name)
                 self._forget(number)
                 self._send(Ended(number, error))
+        if not self.llm.runner.has_cache:
+            # no later step can go better: this process ends, so that its health is bad
+            raise caught.error
 
     def _tell(self, outputs: list[RequestOutput]) -> None:
         """Sends news, in one message; of a request that has only itself to blame for its end, the error."""

@@ -196,6 +196,11 @@ class Runner:
         self.cache = empty_cache(self.specs, self.backend)
         self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a cache: not once `reset` has failed."""
+        return "cache" in vars(self)
+
     def launch(self, plan: Plan, mask: np.ndarray | None = None) -> Pending:
         """Starts one step. Programs run in stream order, so all that was launched before has then been written."""
         return self.launch_head(plan, self.launch_forward(plan), mask)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,9 +20,12 @@ import pytest
 from async_engines import Embed, freed, gone, outputs_of, run, start
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, TINY, spec_of
+from tiny import engine as tiny_engine
 
 from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
 from octavo.engine.child import Child
+from octavo.engine.engine_process import Engine
+from octavo.engine.messages import Add
 
 LONG, SHORT = replace(GREEDY, max_tokens=100), replace(GREEDY, max_tokens=3)
 
@@ -77,6 +82,26 @@ def test_a_step_that_fails_ends_what_was_running_and_the_engine_serves_on(engine
             assert (await outputs_of(engine.generate(PROMPTS[0], SHORT)))[-1].outputs == want
 
     run(work)
+
+
+def test_an_engine_whose_cache_cannot_be_made_anew_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost device fails each step from then on: whoever asks for the engine's health must hear of it."""
+    llm, told = tiny_engine(backend=BACKENDS[0]), []
+
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(llm.runner, "launch", lost)
+    engine = Engine(llm, SimpleQueue(), SimpleNamespace(send=told.append))
+    for name in ("a", "b"):
+        engine._add(Add(0, name, PROMPTS[0], GREEDY, 0, None))
+        if name == "b":
+            monkeypatch.setattr(llm.backend, "zeros", lost)
+            with pytest.raises(RuntimeError, match="device lost"):
+                engine._step()
+        else:
+            engine._step()
+    assert [type(report.error) for report in told] == [RequestFailedError] * 2
 
 
 def test_shutting_down_ends_what_is_open() -> None:
