@@ -108,6 +108,8 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Callable[[], Vocabulary], limits: Limits):
         self.limits, self.wake, self.lock = limits, threading.Event(), threading.Lock()
         self.make_vocabulary = vocabulary
+        # apart from the other lock, for which an engine waits
+        self.preparing = threading.Lock()
         self.trie: Any = None
         self.setup = ""
         self.cache: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
@@ -148,7 +150,7 @@ class GrammarCompiler:
 
     def _prepare(self) -> None:
         """Makes the vocabulary, at the first grammar."""
-        with self.lock:
+        with self.preparing:
             if self.trie is None:
                 vocabulary = self.make_vocabulary()
                 self.setup = grammar_worker.pack(vocabulary, sys.path, self.limits.memory, self.limits.seconds)

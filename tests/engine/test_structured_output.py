@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from backends import BACKENDS
 from grammar_world import PROMPT, formed
 
 from octavo.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammar_worker
+from octavo.engine.grammar_compiler import GrammarCompiler, Limits
 from octavo.engine.grammar_worker import Vocabulary
 
 pytest.importorskip("llguidance")
@@ -250,6 +252,31 @@ def test_a_worker_whose_engine_was_killed_ends_by_itself() -> None:
         assert child.returncode == -signal.SIGALRM
     finally:
         child.kill()
+
+
+def test_a_second_grammar_is_not_held_up_by_the_first_ones_vocabulary() -> None:
+    """An engine asks between two steps, for all that run."""
+    entered, go = threading.Event(), threading.Event()
+
+    def vocabulary() -> Vocabulary:
+        entered.set()
+        assert go.wait(20)
+        return Vocabulary([*(bytes([i]) for i in range(256)), b""], {}, [256])
+
+    compiler = GrammarCompiler(vocabulary, Limits())
+    first = compiler.compile(("regex", "a"))
+    assert entered.wait(20)
+    asking = threading.Thread(target=compiler.compile, args=(("regex", "b"),))
+    asking.start()
+    asking.join(2)
+    held_up = asking.is_alive()
+    go.set()
+    asking.join()
+    assert not held_up
+    while not first.done:
+        assert compiler.wake.wait(20)
+        compiler.wake.clear()
+    assert first.error is None and first.matcher is not None
 
 
 def test_one_that_is_aborted_while_it_is_compiled_is_gone(folder: Path) -> None:
