@@ -208,6 +208,9 @@ def _search(llm: LLM, prompt: Prompt, params: BeamSearchParams) -> Search:
 def _advance(llm: LLM, searches: Sequence[Search], params: SamplingParams) -> None:
     """One round, of all beams of these prompts together."""
     prompts = [search.prompts() for search in searches]
-    outputs = iter(llm.generate([prompt for each in prompts for prompt in each], params, use_tqdm=False))
+    made = llm.generate([prompt for each in prompts for prompt in each], params, use_tqdm=False)
+    if lost := [output.request_id for output in made if output.outputs[0].finish_reason != "length"]:
+        raise RuntimeError(f"requests {', '.join(lost)} were ended by another call, or by its step that failed")
+    outputs = iter(made)
     for search, each in zip(searches, prompts, strict=True):
         search.advance([next(outputs) for _ in each])

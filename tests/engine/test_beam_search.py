@@ -172,6 +172,20 @@ def test_more_logprobs_than_the_engine_gives_are_refused() -> None:
         engine().beam_search([[1]], SamplingParams())
 
 
+def test_a_round_that_another_call_ends_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine()
+    generate = llm.generate
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        (output,) = generate(*args, **kwargs)
+        lost = replace(output.outputs[0], token_ids=[], logprobs=[], finish_reason="error")
+        return [replace(output, outputs=[lost])]
+
+    monkeypatch.setattr(llm, "generate", ended)
+    with pytest.raises(RuntimeError, match="ended by another call"):
+        llm.beam_search([[1]], BeamSearchParams(beam_width=2, max_tokens=2))
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_logits_are_no_scores(mode: str) -> None:
     with pytest.raises(ValueError, match=f"logprobs_mode '{mode}'"):
