@@ -7,7 +7,7 @@ In torch the same lines run eagerly. Greedy and seeded tokens are those of `LLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ..models import step
 from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Sampling, StepInput
 from ..models.logit_edits import MAX_STOP_IDS
-from ..models.sampling import VARIANTS
+from ..models.sampling import PARAMS, VARIANTS
 from .backend import Backend
 from .batch import edit_columns
 from .edits import edits_of
@@ -23,6 +23,10 @@ from .plan import Edits
 from .runner import cache_specs, empty_cache
 from .sampling_params import SamplingParams, request_key
 from .tokenizer import Tokenizer
+
+# max_tokens and ignore_eos are arguments of generate; there is no text, and no prefix cache
+HONOURED = {*PARAMS, "seed", "logit_bias", "allowed_token_ids", "bad_words", "max_tokens", "ignore_eos", "detokenize",
+            "skip_special_tokens", "spaces_between_special_tokens", "skip_reading_prefix_cache"}  # fmt: skip
 
 
 class Generated(NamedTuple):
@@ -64,15 +68,15 @@ def sampling_columns(
     """The rows of CacheState.rows that sampling reads, for `generate(columns=...)`. A seed of None is 0.
 
     allowed_token_ids, logit_bias and bad_words need the model's vocab_size, bad_words the tokenizer too.
-    What concerns the end or the output (max_tokens, ignore_eos, logprobs, text) is for generate's own arguments to say.
+    What generate's own arguments say (max_tokens, ignore_eos) and how text is made are passed over; NotImplementedError
+    names whatever else is set and not honoured.
     """
     params = [params] * num_seqs if isinstance(params, SamplingParams) else list(params)
     if len(params) != num_seqs:
         raise ValueError(f"{len(params)} sampling params for {num_seqs} prompts")
-    refused = ("stop", "stop_token_ids", "min_tokens", "extra_args", "structured_outputs", "repetition_detection")
     for p in params:
-        if p.n != 1 or any(getattr(p, name) for name in refused):
-            raise NotImplementedError(f"functional.generate takes no n, {', '.join(refused)}: use LLM.generate")
+        if asked := [f.name for f in fields(p) if f.name not in HONOURED and getattr(p, f.name) != f.default]:
+            raise NotImplementedError(f"functional.generate does not honour {', '.join(asked)}: use LLM.generate")
         if vocab_size is None and (p.allowed_token_ids or p.logit_bias or p.bad_words):
             raise ValueError("allowed_token_ids, logit_bias and bad_words need vocab_size=model.vocab_size here")
     columns = {

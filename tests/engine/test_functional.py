@@ -158,6 +158,13 @@ def test_what_it_cannot_do_is_refused() -> None:
             sampling_columns(replace(RANDOM, **form), 1)
     with pytest.raises(NotImplementedError, match="extra_args"):
         sampling_columns(replace(GREEDY, extra_args={"mine": {}}), 2)
+    for unheard in (
+        {"prompt_logprobs": 0}, {"logprobs": 2}, {"logprob_token_ids": [3]}, {"truncate_prompt_tokens": 3},
+        {"output_kind": 1}, {"stream_interval": 2}, {"n": 2, "temperature": 1.0}, {"min_tokens": 1}, {"stop": "a"},
+        {"include_stop_str_in_output": True},
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"honour {next(iter(unheard))}"):
+            sampling_columns(replace(GREEDY, **unheard), 2)
     for edit in ({"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}):
         with pytest.raises(ValueError, match=f"{next(iter(edit))}.* vocab_size"):
             sampling_columns(replace(GREEDY, **edit), 2)
