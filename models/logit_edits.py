@@ -147,6 +147,15 @@ def process(
     for p in processors:
         chosen_R1 = edited_R1 & (columns_RC[:, first : first + 1] > 0)
         params = {name: columns_RC[:, first + i : first + i + 1] for i, name in enumerate(p.params, 1)}
-        logits_RV = ops.xp.where(chosen_R1, p.function(logits_RV, past, params, ops), logits_RV)
+        made = p.function(logits_RV, past, params, ops)
+        _check_made(p.name, made, logits_RV)
+        logits_RV = ops.xp.where(chosen_R1, made, logits_RV)
         first += 1 + len(p.params)
     return logits_RV
+
+
+def _check_made(name: str, made: Any, logits_RV: Array) -> None:
+    """Raises ValueError for what would be broadcast or cast into something that nobody meant."""
+    found, want = ((type(x).__name__, getattr(x, "shape", None), getattr(x, "dtype", None)) for x in (made, logits_RV))
+    if found[1:] != want[1:] or made is None:
+        raise ValueError(f"logits processor {name!r} returned {found}, and must return logits like those given: {want}")

@@ -18,7 +18,7 @@ from octavo.engine.plan import Admission, Edits
 from octavo.engine.sampling_params import request_key
 from octavo.models import sampling as sampler
 from octavo.models.interface import ArraySpec, Sampling
-from octavo.models.logit_edits import MAX_BIAS, LogitsProcessor
+from octavo.models.logit_edits import MAX_BIAS, LogitsProcessor, process
 
 LENGTH, SCRATCH, DRAWS = 50, 40, 300
 SHAPES = replace(Shapes.chain(SCRATCH, 64, LENGTH, 8, 101), admitted=(SCRATCH,), known=(LENGTH,))
@@ -290,3 +290,23 @@ def test_tokens_are_drawn_from_the_oracles_distribution(backend, name):
     expected = want[want > 0] * count.sum()
     statistic = ((count[want > 0] - expected) ** 2 / expected).sum()
     assert statistic < CHI2[len(expected) - 1], (name, count, want * count.sum())
+
+
+NOT_LOGITS = {
+    "a column": lambda x, history, params, ops: x[:, :1],
+    "a row": lambda x, history, params, ops: x[0],
+    "some ids": lambda x, history, params, ops: x[:, :5],
+    "whole numbers": lambda x, history, params, ops: ops.xp.astype(x, ops.xp.int32),
+    "truths": lambda x, history, params, ops: x > 0,
+    "a number": lambda x, history, params, ops: 1.0,
+    "nothing": lambda x, history, params, ops: None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_LOGITS)
+def test_what_a_processor_returns_is_never_broadcast_or_cast(backend, name):
+    at = backend.own(np.zeros(2, np.int32))
+    rows = backend.own({"processors": np.ones((1, 8), np.float32), "edited": np.ones(1, np.int32)})
+    x = backend.own(np.zeros((2, 9), np.float32))
+    with pytest.raises(ValueError, match=f"logits processor '{name}' returned .*9"):
+        process(x, rows, at, None, [LogitsProcessor(name, NOT_LOGITS[name])], backend.ops)
