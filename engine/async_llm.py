@@ -38,6 +38,10 @@ class AsyncEngineArgs:
         return f"AsyncEngineArgs({', '.join(f'{k}={v!r}' for k, v in {'model': self.model, **self.arguments}.items())})"
 
 
+class StreamClosed(Exception):
+    """Another task has closed the iterator that this one waits for."""
+
+
 class OutputStream:
     """The outputs of one request, up to the finished one. An async iterator.
 
@@ -48,7 +52,7 @@ class OutputStream:
     def __init__(self, begin: Callable[[], Awaitable[Inbox]], end: Callable[[Inbox], None], text: str | None):
         self.begin, self.end, self.text = begin, end, text
         self.inbox: Inbox | None = None
-        self.closed = False
+        self.closed = self.waited_for = False
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -56,20 +60,33 @@ class OutputStream:
     async def __anext__(self) -> RequestOutput:
         if self.closed:
             raise StopAsyncIteration
+        if self.waited_for:
+            raise RuntimeError("another task waits for this iterator's next output: an iterator has one reader")
+        self.waited_for = True
         try:
             if self.inbox is None:
                 self.inbox = await self.begin()
+            if self.closed:
+                raise StreamClosed
             output = await self.inbox.get(self.text)
+        except StreamClosed:
+            self._end()
+            raise StopAsyncIteration from None
         except BaseException:
             self._end()
             raise
+        finally:
+            self.waited_for = False
         if output.finished:
             self._end()
         return output
 
     async def aclose(self) -> None:
-        """Aborts the request, if it has not ended."""
+        """Aborts the request, if it has not ended. A task that waits for its next output finds the end."""
+        inbox = self.inbox
         self._end()
+        if inbox is not None:
+            inbox.fail(StreamClosed())
 
     def _end(self) -> None:
         inbox, self.inbox, self.closed = self.inbox, None, True

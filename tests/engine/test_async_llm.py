@@ -386,3 +386,31 @@ def test_an_engine_from_arguments_that_nobody_holds_leaves_no_process() -> None:
     pid = pid_of_one()
     gc.collect()
     assert gone([pid])
+
+
+def test_an_iterator_has_one_reader(engine: AsyncLLM) -> None:
+    async def work() -> None:
+        outputs = engine.generate(PROMPTS[0], LONG)
+        reader = asyncio.create_task(outputs_of(outputs))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one reader"):
+            await anext(outputs)
+        assert (await reader)[-1].outputs[0].finish_reason == "length"
+
+    run(work)
+
+
+@pytest.mark.parametrize("moment", ["begins", "waits"])
+def test_closing_ends_it_for_the_task_that_waits(one: AsyncLLM, moment: str) -> None:
+    async def work() -> None:
+        outputs = one.generate(PROMPTS[0], replace(LONG, output_kind=FINAL_ONLY))
+        reader = asyncio.create_task(outputs_of(outputs))
+        while (outputs.inbox is None) == (moment == "waits"):
+            await asyncio.sleep(0)
+            if moment == "begins":
+                break
+        await outputs.aclose()
+        assert await asyncio.wait_for(reader, 10) == []
+        assert await freed(one)
+
+    run(work)
