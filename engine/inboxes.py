@@ -124,7 +124,8 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def _joined(a: CompletionOutput, b: CompletionOutput) -> CompletionOutput:
-    logprobs = None if b.logprobs is None else [*(a.logprobs or ()), *b.logprobs]
+    # a list, or FlatLogprobs
+    logprobs = None if b.logprobs is None else type(b.logprobs)([*(a.logprobs or ()), *b.logprobs])
     return replace(b, text=a.text + b.text, token_ids=[*a.token_ids, *b.token_ids], logprobs=logprobs)
 
 

@@ -28,6 +28,8 @@ from octavo.engine import (
     SamplingParams,
 )
 from octavo.engine.inboxes import joined
+from octavo.engine.logprobs import FlatLogprobs
+from octavo.engine.outputs import Logprob
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 LONG = replace(GREEDY, max_tokens=100)
@@ -272,6 +274,13 @@ def test_joined_deltas_keep_what_only_the_first_has() -> None:
         (0, "b", [2], "stop"),
         (1, "ab", [1, 2], "stop"),
     ]
+
+
+def test_joined_flat_logprobs_stay_flat() -> None:
+    each = [FlatLogprobs([{i: Logprob(-0.5 * i, 1, None)}]) for i in (1, 2)]
+    first, second = (RequestOutput("x", None, [1], [CompletionOutput(0, "", [1], logprobs=x)], False) for x in each)
+    both = joined(first, second).outputs[0].logprobs
+    assert type(both) is FlatLogprobs and [*both] == [*each[0], *each[1]]
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=lambda k: k.name)
