@@ -81,9 +81,11 @@ class TokenizerPool:
             _do(job, self.tokenizer)
             self._shared.finished()
             return job.future
-        if not self.close.alive:
-            raise ValueError("this tokenizer pool is closed")
-        self._shared.jobs.put(job)
+        with self._shared.lock:
+            # or nobody would be left to do it
+            if self._shared.closed:
+                raise ValueError("this tokenizer pool is closed")
+            self._shared.jobs.put(job)
         return job.future
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -144,6 +147,27 @@ def test_a_closed_pool_ends_what_it_was_asked(tokenizer: Tokenizer) -> None:
     assert isinstance(futures[-1].exception(), TokenizerDiedError)
     with pytest.raises(ValueError, match="closed"):
         pool.submit("encode", "x")
+
+
+def test_a_pool_closed_while_it_is_asked_leaves_nobody_waiting(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = TokenizerPool(tokenizer, 2)
+    pool.call("encode", "until both have started")
+    closing, put = threading.Thread(target=pool.close), pool._shared.jobs.put
+
+    def closed_first(job: Any) -> None:
+        if job is not None:
+            closing.start()
+            closing.join(0.5)
+        put(job)
+
+    monkeypatch.setattr(pool._shared, "jobs", SimpleNamespace(put=closed_first, get=pool._shared.jobs.get))
+    future = pool.submit("encode", "late")
+    with Caught():
+        future.result(5)
+    assert future.done()
+    closing.join()
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
