@@ -90,7 +90,8 @@ class LLM(EngineSteps):
         """One RequestOutput a prompt, in order.
 
         A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. All requests are
-        checked before the first runs.
+        checked before the first runs. What ends by a fault of its own (a wrong grammar), or by a step of another
+        thread's call that fails, has finish_reason "error" and what was made until then.
         """
         prompts = self.tokenizer_pool.tokenized(list_of_prompts(prompts))
         params = list_of_params(self._or_default(sampling_params), len(prompts))
@@ -218,15 +219,15 @@ class LLM(EngineSteps):
         Raises ValueError for what can never be served, QueueFullError beyond max_num_queued_reqs.
         """
         members = self._members(request_id, prompt, params, priority, cache_salt)
-        self._check_queue(request_id, len(members))
-        self._admit(request_id, members, prompt, queued=True)
+        with self.lock:
+            self._check_queue(request_id, len(members))
+            self._admit(request_id, members, prompt, queued=True)
 
     def _check_queue(self, request_id: str, num_new: int) -> None:
         most, s = self.config.max_num_queued_reqs, self.scheduler
         if most is None:
             return
-        with self.lock:
-            num_waiting = max(0, len(s.alive) + num_new - s.limits.max_num_seqs)
+        num_waiting = max(0, len(s.alive) + num_new - s.limits.max_num_seqs)
         if num_waiting > most:
             if self.metrics:
                 self.metrics.num_rejected += num_new

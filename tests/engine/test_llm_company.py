@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -15,7 +16,7 @@ import tokenizers
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, VOCAB, engine, tokens
 
-from octavo.engine import LLM, SamplingParams
+from octavo.engine import LLM, QueueFullError, SamplingParams
 from octavo.engine.outputs import RequestOutput
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ mood }}"
@@ -245,3 +246,28 @@ def test_the_cache_is_not_reset_in_the_middle_of_a_step() -> None:
         assert not answers
     thread.join()
     assert answers == [True]
+
+
+def test_threads_that_add_at_a_time_do_not_pass_the_bound_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, both, refused = engine(max_num_seqs=1, max_num_queued_reqs=1), threading.Barrier(2), []
+    check = llm._check_queue
+
+    def checked(*args: Any) -> None:
+        check(*args)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+
+    def add(name: str) -> None:
+        try:
+            llm.add_request(name, [1, 2], GREEDY)
+        except QueueFullError:
+            refused.append(name)
+
+    llm.add_request("first", [1, 2], GREEDY)
+    monkeypatch.setattr(llm, "_check_queue", checked)
+    threads = [threading.Thread(target=add, args=(name,)) for name in ("second", "third")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1 and len(llm.scheduler.alive) == 2
