@@ -146,13 +146,19 @@ def test_cancelling_the_task_frees_the_blocks(engine: AsyncLLM, where: str) -> N
             if where == "in the loop":
                 await asyncio.sleep(60)
 
-    async def work() -> None:
+    async def cancelled() -> bool:
         got = asyncio.Event()
         task = asyncio.create_task(consume(got))
         await (asyncio.sleep(0) if where == "before the first output" else got.wait())
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        return isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+
+    async def work() -> None:
+        # on a busy machine the whole output may be there before the task is cancelled
+        tries = 20 if where == "while waiting" else 1
+        while tries and not await cancelled():
+            tries -= 1
+        assert tries
         assert await freed(engine)
         # the name is free again, and no news of the old request passes for the new one's
         outputs = await outputs_of(engine.generate(PROMPTS[0], replace(GREEDY, max_tokens=2), "cancelled"))

@@ -15,6 +15,7 @@ from octavo.engine.backend_torch import TorchBackend, Void, map_arrays, physical
 from octavo.engine.batch import Shapes
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.runner import Runner
+from octavo.engine.sampling_params import SamplingParams
 from octavo.models.interface import ArraySpec, StepInput, leaves, map_tree
 from octavo.models.layouts.paged import TokenMajor
 
@@ -36,7 +37,7 @@ def _runner(backend: TorchBackend) -> Runner:
 
 def _plans(num_steps: int) -> list[Plan]:
     """One request: its prompt, then a token a step. All its blocks are there from the start."""
-    admission = Admission(0, tuple(PROMPT), 0, len(PROMPT), (1, 2), (0.0, 0.0, 1.0, 0.0))
+    admission = Admission(0, tuple(PROMPT), 0, len(PROMPT), (1, 2), SamplingParams(temperature=0).row())
     writes = tuple(TableWrite(g, 0, 0, tuple(range(1, 17))) for g in range(2))
     plans = [Plan(0, (Chunk("a", 0, 0, len(PROMPT), True),), (admission,), writes)]
     return plans + [Plan(n, (Chunk("a", 0, len(PROMPT) + n - 1, 1, True),)) for n in range(1, num_steps)]
