@@ -42,7 +42,7 @@ def embeds_of(prompt: Any, model: ModelSpec, block_size: int) -> PromptEmbeds | 
 
 def check_beside(embeds: PromptEmbeds, params: SamplingParams) -> None:
     """Raises ValueError for params that ask for what a prompt without ids does not have."""
-    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids", "truncate_prompt_tokens"):
         if getattr(params, name) is not None:
             raise ValueError(f"{name} {getattr(params, name)} wants the ids of the prompt, which is prompt_embeds")
 

@@ -137,9 +137,9 @@ def test_what_goes_with_ids_only_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="enable_prompt_embeds=True"):
         engine().generate([rows([1])], GREEDY, use_tqdm=False)
     llm = able()
-    for name, value in (("prompt_logprobs", 1), ("truncate_prompt_tokens", 3)):
-        with pytest.raises(ValueError, match=name):
-            llm.generate([rows([1])], replace(GREEDY, **{name: value}), use_tqdm=False)
+    for name, value in (("prompt_logprobs", 1), ("prompt_logprob_token_ids", [[3]]), ("truncate_prompt_tokens", 3)):
+        with pytest.raises(ValueError, match=f"{name} .*which is prompt_embeds"):
+            llm.generate([rows([1, 2])], replace(GREEDY, **{name: value}), use_tqdm=False)
     with pytest.raises(ValueError, match="and not prompt_token_ids"):
         llm.generate([rows([1]) | {"prompt_token_ids": [1]}], GREEDY, use_tqdm=False)
     for call in (llm.embed, llm.hidden_states):
