@@ -145,7 +145,7 @@ class LLM(EngineSteps):
         """One vector a prompt. Params of all are given as PoolingParams, or by name: pooling="mean", dimensions=64."""
         if pooling_params is not None and params:
             raise ValueError(f"pooling_params and {', '.join(params)}: give one of them")
-        return embed(self, prompts, pooling_params or PoolingParams(**params), use_tqdm)
+        return embed(self, prompts, PoolingParams(**params) if pooling_params is None else pooling_params, use_tqdm)
 
     def hidden_states(
         self, prompts: Prompt | Sequence[Prompt], layers: Sequence[int] = (-1,), *, use_tqdm: bool = True

@@ -49,6 +49,8 @@ def check_beside(embeds: PromptEmbeds, params: SamplingParams) -> None:
 
 def _rows(given: Any, size: int) -> np.ndarray:
     try:
+        if np.iscomplexobj(given):
+            raise TypeError("complex numbers have no place in a row")
         # a copy: what is computed and what is hashed must not change
         rows = np.array(given, np.float32, order="C")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -153,6 +153,8 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     llm = engine()
     with pytest.raises(ValueError, match="2 pooling params for 1 prompts"):
         llm.embed([[1]], [PoolingParams()] * 2, use_tqdm=False)
+    with pytest.raises(ValueError, match="0 pooling params for 1 prompts"):
+        llm.embed([[1]], [], use_tqdm=False)
     with pytest.raises(ValueError, match="pooling_params and pooling"):
         llm.embed([[1]], PoolingParams(), pooling="mean", use_tqdm=False)
     for layers, words in (((5,), "layers 5"), ((-6,), "layers -6"), ((), "layers is empty"), ((1.5,), "layers 1.5")):

@@ -119,6 +119,7 @@ BAD = {
     "empty": (np.zeros((0, 32)), r"shape \(0, 32\)"),
     "nan": (np.full((2, 32), np.nan), "NaN"),
     "text": ("hello", "of type str"),
+    "complex": (np.full((3, 32), 1j), "complex numbers"),
     "ragged": ([[1.0], [1.0, 2.0]], "of type list"),
     "too long": (np.zeros((128, 32)), "prompt of 128 tokens"),
 }
