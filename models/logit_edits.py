@@ -37,9 +37,10 @@ class History:
 class LogitsProcessor:
     """A step of one's own between penalties and temperature, for the requests that name it in extra_args.
 
-    `function(logits_RV, history, params, ops)` returns new logits [R, V] and is written once for both backends: it may
-    use operators, indexing, `ops` and `ops.xp`, and must treat each row by itself. `history` is a History; `params`
-    holds a float32 [R, 1] for each of the declared `params`, whose values here are the defaults.
+    `function(logits_RV, history, params, ops)` returns new logits [R, V] of the same dtype (else the step fails with
+    ValueError) and is written once for both backends: it may use operators, indexing, `ops` and `ops.xp`, and must
+    treat each row by itself. `history` is a History; `params` holds a float32 [R, 1] for each of the declared `params`,
+    whose values here are the defaults.
     """
 
     name: str
