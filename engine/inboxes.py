@@ -125,7 +125,8 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 def _joined(a: CompletionOutput, b: CompletionOutput) -> CompletionOutput:
     # a list, or FlatLogprobs
-    logprobs = None if b.logprobs is None else type(b.logprobs)([*(a.logprobs or ()), *b.logprobs])
+    kind: Any = type(b.logprobs)
+    logprobs = None if b.logprobs is None else kind([*(a.logprobs or ()), *b.logprobs])
     return replace(b, text=a.text + b.text, token_ids=[*a.token_ids, *b.token_ids], logprobs=logprobs)
 
 

@@ -31,9 +31,13 @@ class RecordedScheduler(Scheduler):
         self._write("compiled", r.id)
 
     def schedule(self) -> Plan | None:
+        before = self.num_preemptions
         plan = super().schedule()
         if plan is not None and self.log is not None:
             self.log.planned(plan)
+        elif self.num_preemptions != before:
+            # nothing to run, but somebody has lost row and blocks
+            self._write("idle", self.step)
         return plan
 
     def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:

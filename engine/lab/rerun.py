@@ -92,6 +92,8 @@ def take_event(scheduler: Scheduler, line: Mapping[str, Any], known: dict[str, R
         case {"mask": _}:
             # the head's affair: no decision hangs on it
             pass
+        case {"idle": _}:
+            scheduler.schedule()
         case {"abandon": _}:
             scheduler.abandon()
         case {"set_limits": [max_num_seqs, max_num_batched_tokens]}:

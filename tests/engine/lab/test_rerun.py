@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 from backends import BACKENDS
+from scheduler_world import add, make_request
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
+from octavo.engine.block_manager import BlockManager
 from octavo.engine.lab.explain import SAYS, explain
 from octavo.engine.lab.rerun import rerun
+from octavo.engine.limits import SchedulerConfig
 from octavo.engine.plan import Reason
+from octavo.engine.recorded_scheduler import RecordedScheduler
+from octavo.engine.step_log import StepLog
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "synchronous"])
@@ -123,3 +128,25 @@ def test_an_unknown_request_is_refused_with_those_that_are_known(log_path):
 
 def test_every_reason_has_words():
     assert set(SAYS) == set(Reason)
+
+
+def test_a_preemption_that_no_plan_tells_of_is_logged(tmp_path):
+    """One request's last token is in flight; the other, in the middle of its prompt, has to go: nothing can run."""
+    blocks = BlockManager([None], [5], 4, True, 4)
+    scheduler = RecordedScheduler(SchedulerConfig(2, 4, 16), blocks)
+    scheduler.log = StepLog(tmp_path / "log", {"scheduler": scheduler.dump()})
+    add(scheduler, make_request("ends", range(3), max_tokens=3), make_request("grows", range(100, 112), max_tokens=1))
+    unread, idle = [scheduler.schedule()], 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        idle += plan is None and scheduler.num_preemptions > 0
+        if plan is not None:
+            unread.append(plan)
+        if unread:
+            read = unread.pop(0)
+            tokens = [7] * len(read.sampled)
+            scheduler.update(read, tokens)
+            scheduler.log.append(read, tokens, None)
+    assert idle == 1 and scheduler.num_preemptions == 1
+    found = rerun(tmp_path / "log")
+    assert found.difference is None and found.num_steps == scheduler.step

@@ -118,7 +118,7 @@ def test_the_decisions_of_a_real_run_are_made_again(tmp_path):
     """200 requests on SmolLM2 with hits, n and preemptions, added while others run."""
     path, rng = tmp_path / "steps.jsonl", random.Random(9)
     llm = LLM(
-        embedded_model(), max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, num_gpu_blocks_override=90,
+        embedded_model(), max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, num_gpu_blocks_override=24,
         step_log=str(path),
     )  # fmt: skip
     text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
