@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"```(python|sh)\n(.*?)```(?:\n\n```\n(.*?)```)?", DOC.read_
 
 def first_line(text: str) -> str:
     """Without what differs between machines: numbers."""
-    return re.sub(r"[\d.e+-]+", "#", text.strip().splitlines()[0])
+    return re.sub(r"[\d.]+(e[+-]\d+)?", "#", text.strip().splitlines()[0].rstrip())
 
 
 @pytest.mark.slow
@@ -46,4 +46,4 @@ def test_the_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
         if output:
             assert first_line(printed) == first_line(output)
             shown += 1
-    assert shown == 4
+    assert shown == 3

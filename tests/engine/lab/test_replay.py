@@ -99,7 +99,7 @@ def test_a_spec_must_be_given(log_path):
 def test_smollm2_replays_in_a_new_process(backend, tmp_path):
     """With preemption, prefix hits and n = 3, through the command line."""
     path = tmp_path / "steps.jsonl"
-    limits = {"max_num_seqs": 4, "max_model_len": 256, "num_gpu_blocks_override": 11}
+    limits = {"max_num_seqs": 4, "max_model_len": 128, "num_gpu_blocks_override": 11}
     llm = LLM(embedded_model(), backend=backend, step_log=str(path), **limits)
     story = "Once upon a time there was a small printer who folded a sheet of paper into pages. " * 3
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
