@@ -126,10 +126,14 @@ def test_chat_renders_the_template(engine: AsyncLLM) -> None:
 
 def test_leaving_the_loop_frees_the_blocks(engine: AsyncLLM) -> None:
     async def work() -> None:
-        async for output in engine.generate(PROMPTS[3], LONG):
-            assert not output.finished
-            break
-        assert await freed(engine)
+        # on a busy machine the first output may be the whole
+        for _ in range(20):
+            async for output in engine.generate(PROMPTS[3], LONG):
+                break
+            assert await freed(engine)
+            if not output.finished:
+                break
+        assert not output.finished
         stream = engine.generate(PROMPTS[3], replace(LONG, n=2, temperature=1.0))
         await anext(stream)
         await stream.aclose()
