@@ -16,6 +16,8 @@ from .ragged import Plan
 DIMS = (64, 128)
 CACHES = ("bfloat16", "float16")
 
+LOWERS = jax.__version_info__ < (0, 12)  # tried: 0.10.2, 0.11.2; not 0.12.0
+
 
 def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
     """Why it cannot serve, or None. On a CPU it runs in Pallas' GPU interpreter, when named."""
@@ -24,6 +26,8 @@ def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -
         return f"it is for GPUs, not for {platform}"
     if platform == "gpu" and not _is_hopper():
         return "it is for Hopper, whose wgmma it uses"
+    if platform == "gpu" and not LOWERS:
+        return f"JAX {jax.__version__} does not lower its prefill (TransferPlanDerivationError); 0.10 and 0.11 do"
     if dtype not in CACHES:
         return f"wgmma wants a cache of {' or '.join(CACHES)}, not {dtype}"
     if mode == "auto":
