@@ -128,8 +128,7 @@ def test_leaving_the_loop_frees_the_blocks(engine: AsyncLLM) -> None:
     async def work() -> None:
         # on a busy machine the first output may be the whole
         for _ in range(20):
-            stream = engine.generate(PROMPTS[3], LONG)
-            async for output in stream:
+            async for output in engine.generate(PROMPTS[3], LONG):
                 ended = output.finished
                 break
             assert await freed(engine)

@@ -94,6 +94,9 @@ def test_a_killed_process_is_replaced_and_its_work_done_again(tokenizer: Tokeniz
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     assert [f.result(60) for f in futures] == [tokenizer.encode(text) for text in texts]
+    deadline = time.monotonic() + 10
+    while (len(pool.pids) != 2 or {*pool.pids} & {*before}) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(pool.pids) == 2 and not {*pool.pids} & {*before}
     # a process that is killed as it takes up what another left is one more
     assert pool.stats.num_restarts >= restarts + 2
