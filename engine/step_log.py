@@ -32,6 +32,8 @@ class Entry:
     plan: Plan
     token_ids: list[int]
     digests: list[int] | None
+    line: int = 0  # of the log, from 1, that reads it
+    mask: np.ndarray | None = None  # of its head, where requests have a grammar
 
 
 class StepLog:
@@ -82,14 +84,17 @@ def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def read_log(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
     """The header of a log and its steps, those that were read."""
     header, lines = read_lines(path)
-    plans, entries = {}, []
+    plans, masks, entries = {}, {}, []
     for number, line in enumerate(lines, 2):
         if "plan" in line:
             plans[line["plan"]["step"]] = from_json(line["plan"])
+        elif "mask" in line:
+            masks[line["mask"]] = mask_of(line)
         elif "read" in line:
             if line["read"] not in plans:
                 raise ValueError(f"{path}: line {number} reads step {line['read']}, which no line before it plans")
-            entries.append(Entry(plans[line["read"]], line["tokens"], line["digests"]))
+            mask = masks.pop(line["read"], None)
+            entries.append(Entry(plans.pop(line["read"]), line["tokens"], line["digests"], number, mask))
     return header, entries
 
 

@@ -13,7 +13,6 @@ from ..cli_arguments import engine_arguments
 from ..cli_report import reporting, show
 
 TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..plan import Plan
+from ..step_log import Entry
 from .blocks import wrong_content, wrong_entry
 from .errors import Error, kl_divergence
 from .faults import Fault, compare_norms, compare_taps, first_fault, split_name
-from .replay import LoggedStep
 from .subjects import EngineSubject, Subject, make_request, make_subject
 
 TIE = 5e-4  # a gap between the two likeliest logits that rounding may turn
@@ -112,7 +112,7 @@ def crosscheck(
     return list(found.values())
 
 
-def _teach(subjects: Sequence[Subject], prompts: Sequence[Sequence[int]], max_tokens: int) -> Iterator[LoggedStep]:
+def _teach(subjects: Sequence[Subject], prompts: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Entry]:
     """The steps that the first subject makes of the prompts; all are then ready to be shown them."""
     requests = [make_request(i, prompt, max_tokens) for i, prompt in enumerate(prompts)]
     assert isinstance(subjects[0], EngineSubject)
@@ -121,9 +121,7 @@ def _teach(subjects: Sequence[Subject], prompts: Sequence[Sequence[int]], max_to
         s.learn({r.id: r.tokens for r in requests})
 
 
-def compare_step(
-    step: LoggedStep, subjects: Sequence[Subject], reference: Subject, found: dict[str, Comparison]
-) -> None:
+def compare_step(step: Entry, subjects: Sequence[Subject], reference: Subject, found: dict[str, Comparison]) -> None:
     """Shows one step to all, and compares each with the reference."""
     seen = {s.name: s.look(step) for s in subjects}
     wanted_taps, wanted_RV = seen[reference.name]

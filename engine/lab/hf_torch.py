@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..loading.aliases import ALIASES, cached_path
-from .replay import LoggedStep
+from ..step_log import Entry
 
 
 class HfSubject:
@@ -45,7 +45,7 @@ class HfSubject:
         out = self.model(torch.tensor([list(ids)]), output_hidden_states=True)
         return [h[0].numpy() for h in out.hidden_states[:-1]], out.logits[0].numpy()
 
-    def look(self, step: LoggedStep) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def look(self, step: Entry) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Taps of a step's tokens, and the logits of its sampled rows."""
         chunks = step.plan.chunks
         rows = [[h[c.start : c.start + c.num_tokens] for h in self.seen[c.request_id][0]] for c in chunks]

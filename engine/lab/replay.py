@@ -14,10 +14,9 @@ from ...models.interface import Array
 from ...models.step import with_rows
 from ..build import Parts, build
 from ..config import engine_config
-from ..plan import Plan
 from ..progress import Progress
 from ..runner import Runner, StepResult
-from ..step_log import from_json, mask_of, read_lines
+from ..step_log import Entry, read_log
 from .rerun import Difference, rerun
 
 # how far a logprob may be from the other backend's, by the dtype of the run
@@ -49,17 +48,6 @@ class Replay:
         return self.max_error <= self.tolerance
 
 
-@dataclass(frozen=True)
-class LoggedStep:
-    """A step of the log that was read, and the number of the line that reads it."""
-
-    line: int
-    plan: Plan
-    token_ids: list[int]
-    digests: list[int] | None
-    mask: np.ndarray | None = None  # of its head, where requests have a grammar
-
-
 def replay(
     path: str | Path,
     *,
@@ -77,7 +65,8 @@ def replay(
     the log was made from a ModelSpec; other engine arguments override the logged ones. Raises ValueError for a file
     that is not a whole step log.
     """
-    header, steps = _read(path, to)
+    header, steps = read_log(path)
+    steps = [s for s in steps if to is None or s.plan.step <= to]
     decisions = rerun(path).difference
     if decisions is not None:
         steps = [s for s in steps if s.plan.step < decisions.step]
@@ -92,24 +81,6 @@ def replay(
         found = replace(found, difference=decisions)
     assert parts.step_log is not None
     return replace(found, changes=_changes(header, parts.step_log.header))
-
-
-def _read(path: str | Path, to: int | None) -> tuple[dict[str, Any], list[LoggedStep]]:
-    header, lines = read_lines(path)
-    plans: dict[int, Plan] = {}
-    steps: list[LoggedStep] = []
-    masks: dict[int, np.ndarray] = {}
-    for number, line in enumerate(lines, 2):
-        if "plan" in line:
-            plans[line["plan"]["step"]] = from_json(line["plan"])
-        elif "mask" in line:
-            masks[line["mask"]] = mask_of(line)
-        elif "read" in line and (to is None or line["read"] <= to):
-            if line["read"] not in plans:
-                raise ValueError(f"{path}: line {number} reads step {line['read']}, which no line before it plans")
-            plan, mask = plans[line["read"]], masks.pop(line["read"], None)
-            steps.append(LoggedStep(number, plan, line["tokens"], line["digests"], mask))
-    return header, steps
 
 
 def _build(header: Mapping[str, Any], model: Any, weights: Any, arguments: Mapping[str, Any]) -> Parts:
@@ -132,13 +103,13 @@ def _changes(logged: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{n}: {logged[n]} then, {now.get(n)} now" for n in names if logged[n] != now.get(n)]
 
 
-def _watched(steps: Sequence[LoggedStep], bar: Progress) -> Iterator[LoggedStep]:
+def _watched(steps: Sequence[Entry], bar: Progress) -> Iterator[Entry]:
     for step in steps:
         yield step
         bar.advance(len(step.token_ids), 1)
 
 
-def _alone(steps: Iterator[LoggedStep], parts: Parts) -> Replay:
+def _alone(steps: Iterator[Entry], parts: Parts) -> Replay:
     num_steps = num_tokens = 0
     for step in steps:
         result = parts.runner.launch(step.plan, step.mask).result()
@@ -148,7 +119,7 @@ def _alone(steps: Iterator[LoggedStep], parts: Parts) -> Replay:
     return Replay(num_steps, num_tokens, None, [])
 
 
-def _first_difference(step: LoggedStep, result: StepResult) -> Difference | None:
+def _first_difference(step: Entry, result: StepResult) -> Difference | None:
     """The first sampled chunk whose token or logits are not the logged ones."""
     found = zip(result.token_ids, result.digests or [], strict=True)
     for i, (chunk, (token, digest)) in enumerate(zip(step.plan.sampled, found, strict=True)):
@@ -161,7 +132,7 @@ def _first_difference(step: LoggedStep, result: StepResult) -> Difference | None
     return None
 
 
-def _beside(steps: Iterator[LoggedStep], parts: Parts, other: Parts) -> Replay:
+def _beside(steps: Iterator[Entry], parts: Parts, other: Parts) -> Replay:
     """Both backends in lockstep, each told the logged tokens after every step."""
     most, size = parts.config.max_logprobs, parts.model.vocab_size
     count = min(NUM_COMPARED, size if most == -1 else most)
@@ -190,7 +161,7 @@ def _error(a: StepResult, b: StepResult) -> float:
     return worst
 
 
-def _other_token(step: LoggedStep, result: StepResult) -> Difference | None:
+def _other_token(step: Entry, result: StepResult) -> Difference | None:
     for chunk, was, now in zip(step.plan.sampled, step.token_ids, result.token_ids, strict=True):
         if was != now:
             return Difference(step.line, step.plan.step, chunk.request_id, "tokens", was, now)
@@ -205,7 +176,7 @@ class Teller:
         args, outs = ("rows", "at", "position", "token"), ("rows",)
         self.program = runner.backend.compile(_put_tokens, args, outs, "rows")
 
-    def tell(self, step: LoggedStep) -> None:
+    def tell(self, step: Entry) -> None:
         """After the step's head, before the next step."""
         chunks = step.plan.sampled
         if not chunks:

@@ -12,8 +12,9 @@ from ..build import Parts, build
 from ..config import engine_config
 from ..request import Request
 from ..sampling_params import SamplingParams
+from ..step_log import Entry
 from .numpy_backend import NumpyBackend
-from .replay import LoggedStep, Teller
+from .replay import Teller
 
 EVERYTHING = ("*",)
 
@@ -28,7 +29,7 @@ class Subject(Protocol):
         """Makes ready to be shown the steps of these sequences, known by request id."""
         ...
 
-    def look(self, step: LoggedStep) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def look(self, step: Entry) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Taps [T, ...] of the step's tokens by name, and the logits of its sampled rows [R, V]."""
         ...
 
@@ -50,7 +51,7 @@ class EngineSubject:
         """Empties the cache: the steps themselves say all that is to be known."""
         self.runner.reset()
 
-    def look(self, step: LoggedStep) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def look(self, step: Entry) -> tuple[dict[str, np.ndarray], np.ndarray]:
         runner, read = self.runner, self.runner.backend.read
         hidden = runner.launch_forward(step.plan, EVERYTHING)
         runner.launch_head(step.plan, hidden).result()
@@ -60,7 +61,7 @@ class EngineSubject:
         count = sum(c.num_tokens for c in step.plan.chunks)
         return {name: read(x)[:count] for name, x in hidden.rows.items() if name != "last"}, read(logits)[at]
 
-    def run(self, requests: Sequence[Request]) -> Iterator[LoggedStep]:
+    def run(self, requests: Sequence[Request]) -> Iterator[Entry]:
         """Runs requests to their end, one step at a time from an empty cache, and yields what each step was."""
         scheduler = self.parts.scheduler
         self.runner.reset()
@@ -72,7 +73,7 @@ class EngineSubject:
             assert plan is not None
             tokens = self.runner.launch(plan).result().token_ids
             scheduler.update(plan, tokens)
-            yield LoggedStep(0, plan, tokens, None)
+            yield Entry(plan, tokens, None)
 
     def free_run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         requests = [make_request(i, prompt, max_tokens) for i, prompt in enumerate(prompts)]

@@ -46,7 +46,7 @@ def test_log_gives_back_header_and_steps(tmp_path):
     log.append(PLANS[0], [17], [-5])
     log.append(PLANS[1], [3], None)
     # not closed: a log must be whole after every step
-    assert read_log(tmp_path / "log") == (header, [Entry(PLANS[0], [17], [-5]), Entry(PLANS[1], [3], None)])
+    assert read_log(tmp_path / "log") == (header, [Entry(PLANS[0], [17], [-5], 5), Entry(PLANS[1], [3], None, 6)])
     log.close()
 
 
