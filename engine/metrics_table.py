@@ -82,7 +82,7 @@ METRICS = (
     Metric(
         "request_success",
         "counter",
-        "requests that have ended, by stop, length, abort or error; each of n samples is one",
+        "requests that have ended, by stop, length, repetition, abort or error; each of n samples is one",
         lambda m: {reason: m.ends[reason] for reason in dict.fromkeys((*ENDS, *m.ends))},
         "finished_reason",
     ),

@@ -304,6 +304,7 @@ def constraint_of(given: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("response_format and structured_outputs: give one of them", param="response_format")
     match form.get("type"):
         case "json_object":
+            _only(form, ("type",), "response_format")
             return {"structured_outputs": {"json_object": True}}
         case "structural_tag":
             return {"structured_outputs": {"structural_tag": {k: v for k, v in form.items() if k != "type"}}}
@@ -311,11 +312,20 @@ def constraint_of(given: Mapping[str, Any]) -> dict[str, Any]:
             schema = form.get("json_schema")
             if not isinstance(schema, Mapping) or "schema" not in schema:
                 raise RequestError("response_format.json_schema has no schema", param="response_format")
+            # a form is always kept to: `strict` asks for what is done anyway
+            _only(schema, ("name", "description", "schema", "strict"), "response_format.json_schema")
+            _only(form, ("type", "json_schema"), "response_format")
             return {"structured_outputs": {"json": schema["schema"]}}
     raise RequestError(
         f"response_format.type {form.get('type')!r} is none of text, json_object, json_schema, structural_tag",
         param="response_format",
     )
+
+
+def _only(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises RequestError for a key that nobody would look at."""
+    if unknown := sorted(given.keys() - {*known}):
+        raise RequestError(f"{where} has {', '.join(unknown)}: known are {', '.join(known)}", param="response_format")
 
 
 def _flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -91,8 +91,9 @@ class Scheduler:
         self.check(r)
         r.limit, r.first_step = self._limit(r), self.step
         r.variant, r.num_logprobs = VARIANTS.index(r.params.variant), r.params.num_logprobs
-        self.alive[r.id] = r
+        # a user's rank may raise: it is then not in
         self.waiting.push(r)
+        self.alive[r.id] = r
         self.estates.expect(r)
 
     def compiled(self, r: Request) -> None:
@@ -191,6 +192,7 @@ class Scheduler:
         at = {r: i for i, r in enumerate(self.alive.values())}
         return {
             "config": vars(self.config).copy(),
+            "policy": self.policy.name,
             "limits": vars(self.limits).copy(),
             "blocks": self.blocks.dump(),
             "requests": dump_requests(self.alive.values(), self.estates.kept),
@@ -205,9 +207,14 @@ class Scheduler:
         }
 
     @staticmethod
-    def load(value: dict[str, Any]) -> Scheduler:
-        """The scheduler that was dumped: equal events lead to equal plans. Its requests are new objects, in `alive`."""
-        s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]))
+    def load(value: dict[str, Any], policy: Any = None) -> Scheduler:
+        """The scheduler that was dumped: equal events lead to equal plans. Its requests are new objects, in `alive`.
+
+        A policy of one's own is not in the dump, only its name: it is to be given again. Raises ValueError if not.
+        """
+        s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]), policy)
+        if s.policy.name != value["policy"]:
+            raise ValueError(f"the dump is of policy {value['policy']!r}: pass it as policy=, not {s.policy.name!r}")
         s.limits = Limits(**value["limits"])
         requests = load_requests(value["requests"])
         s.alive = {r.id: r for r in requests[: value["num_alive"]]}

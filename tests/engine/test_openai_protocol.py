@@ -214,6 +214,11 @@ def test_a_chat_is_what_the_template_makes_of_it(tokenizer: Tokenizer) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
         ({"response_format": {"type": "xml"}}, "response_format.type 'xml'"),
         ({"response_format": {"type": "json_schema"}}, "json_schema has no schema"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has schema: known are type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stric": True}}},
+            "response_format.json_schema has stric: known are name, description, schema, strict",
+        ),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "give one of them"),
         ({"logit_bias": {"x": 1}}, "'x' is not a token id"),
         ({"logit_bias": {"1": "2"}}, "'2' of token 1 is not a number"),

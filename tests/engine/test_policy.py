@@ -108,3 +108,24 @@ def test_what_is_no_policy_is_refused(tmp_path):
                            (f"{tmp_path}/mine.py:Yours", "has no Yours")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             load_object(where)
+
+
+def test_a_request_that_has_no_rank_is_not_taken_in():
+    class Picky:
+        def rank(self, request):
+            return 1 // (len(request.prompt) - 3)
+
+    s = scheduler(Picky())
+    with pytest.raises(ZeroDivisionError):
+        s.add(make_request("three", range(3)))
+    assert not s.has_work and len(s.waiting) == 0
+    add(s, make_request("three", range(5)))
+    assert [c.request_id for c in planned(s).chunks] == ["three"]
+
+
+def test_a_dump_wants_its_policy_back():
+    s = scheduler(ShortestFirst(), max_num_seqs=1)
+    add(s, *(make_request(str(n), range(n)) for n in (9, 3, 6)))
+    with pytest.raises(ValueError, match="is of policy 'ShortestFirst'"):
+        Scheduler.load(s.dump())
+    assert planned(Scheduler.load(s.dump(), ShortestFirst())) == planned(s)
