@@ -101,15 +101,36 @@ class JaxOps:
         """Whether attention with all these specs costs the same under a wider block table."""
         return self._attention.any_width(specs, dtype)
 
+    def shards(self, *axes: str | None) -> tuple[str, ...]:
+        """The mesh axes over which this step's local shards of these logical axes are spread; each once."""
+        if self.mode != "shard_map":
+            return ()
+        found = (self.rules.get(axis) or () for axis in axes)
+        return tuple(dict.fromkeys(n for names in found for n in ((names,) if isinstance(names, str) else names)))
+
+    def axis_index(self, axis: str) -> jax.Array | int:
+        """Which shard of a logical axis this is; 0 where the axis is whole."""
+        names = self.shards(axis)
+        return jax.lax.axis_index(names) if names else 0
+
+    def psum(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """The sum of x over the shards of these logical axes, each mesh axis once."""
+        names = self.shards(*axes)
+        return jax.lax.psum(x, names) if names else x
+
+    def all_gather(self, x: jax.Array, axis: str | None, dim: int) -> jax.Array:
+        """The shards of a logical axis side by side, along dimension `dim` of x."""
+        names = self.shards(axis)
+        return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
+
     def constrain(self, x: jax.Array, now: Axes, then: Axes) -> jax.Array:
         """x laid out as `then` says; `now` is how it lies."""
         if self.mode == "auto":
             spec = jax.P(*(self.rules.get(axis) for axis in then))
             return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, spec))
-        if self.mode == "shard_map":
-            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-                if self.rules.get(a) and not self.rules.get(b):
-                    x = jax.lax.all_gather(x, self.rules.get(a), axis=dim, tiled=True)
+        for dim, (a, b) in enumerate(zip(now, then, strict=True)):
+            if not self.shards(b):
+                x = self.all_gather(x, a, dim)
         return x
 
     def prepare(self, weight: jax.Array, spec: Any) -> jax.Array:
@@ -121,23 +142,20 @@ class JaxOps:
 
         `out` are the result's logical axes; `reduce` is the contracted axis if that one is sharded.
         """
-        sums = self.mode == "shard_map" and reduce and self.rules.get(reduce)
+        sums = self.shards(reduce)
         # a float32 result would be written, read and rounded by another kernel
         half = w.dtype.name in HALVES and not sums
         y = product(spec, x.astype(w.dtype), w, w.dtype if half else jnp.float32)
-        if sums:
-            y = jax.lax.psum(y, sums)
-        return self.constrain(y.astype(x.dtype), out, out)
+        return self.constrain(self.psum(y, reduce).astype(x.dtype), out, out)
 
     def embed(self, table_VE: jax.Array, ids_T: jax.Array) -> jax.Array:
         """Rows of the table, which may be sharded over "vocab"."""
-        name = self.rules.get("vocab")
-        if self.mode != "shard_map" or not name:
+        if not self.shards("vocab"):
             return self.constrain(table_VE[ids_T], (None, None), (None, None))
-        local_T = ids_T - jax.lax.axis_index(name) * table_VE.shape[0]
+        local_T = ids_T - self.axis_index("vocab") * table_VE.shape[0]
         mine_T = (local_T >= 0) & (local_T < table_VE.shape[0])
         found_TE = jnp.where(mine_T[:, None], table_VE[jnp.where(mine_T, local_T, 0)], 0)
-        return jax.lax.psum(found_TE, name)
+        return self.psum(found_TE, "vocab")
 
     def rms_norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
         """x / rms(x) * scale over the last axis, float32 inside."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,14 +24,19 @@ BLOCK = 256  # of argmax
 
 
 class TorchOps:
-    """The ops of models/, in torch. `attention` names an implementation, or "auto"."""
+    """The ops of models/, in torch. `attention` names an implementation, or "auto".
+
+    `mesh` is this process's place among others (sharding/mesh_torch.py); `rules` map logical axes to its axes.
+    """
 
     xp = xp
 
-    def __init__(self, pure: bool = False, attention: str = "auto"):
+    def __init__(
+        self, pure: bool = False, attention: str = "auto", rules: Mapping[str, Any] | None = None, mesh: Any = None
+    ):
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
-        self.pure, self.wanted = pure, attention
+        self.pure, self.wanted, self.rules, self.mesh = pure, attention, rules or {}, mesh
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
@@ -44,8 +49,34 @@ class TorchOps:
         ops.steps, ops.plans, ops.tables = steps, {}, []
         return ops
 
+    def shards(self, *axes: str | None) -> tuple[str, ...]:
+        """The mesh axes over which local shards of these logical axes are spread; each once."""
+        if self.mesh is None:
+            return ()
+        found = (self.rules.get(axis) or () for axis in axes)
+        return tuple(dict.fromkeys(n for names in found for n in ((names,) if isinstance(names, str) else names)))
+
+    def axis_index(self, axis: str) -> int:
+        """Which shard of a logical axis this is; 0 where the axis is whole."""
+        names = self.shards(axis)
+        return self.mesh.index(names) if names else 0
+
+    def psum(self, x: Tensor, *axes: str | None) -> Tensor:
+        """The sum of x over the shards of these logical axes; each mesh axis once. Consumes x."""
+        names = self.shards(*axes)
+        return self.mesh.all_reduce(x, names) if names else x
+
+    def all_gather(self, x: Tensor, axis: str | None, dim: int) -> Tensor:
+        """The shards of a logical axis side by side, along dimension `dim` of x."""
+        names = self.shards(axis)
+        return self.mesh.all_gather(x, names, dim) if names else x
+
     def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
-        """x itself: there is one device."""
+        """x laid out as `then` says; `now` is how it lies."""
+        if self.mesh is not None:
+            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
+                if not self.shards(b):
+                    x = self.all_gather(x, a, dim)
         return x
 
     def prepare(self, weight: Tensor, spec: Any) -> Tensor | Packed:
@@ -53,12 +84,21 @@ class TorchOps:
         return pack(weight, spec.product)
 
     def einsum(self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None) -> Tensor:
-        """The matrix product `spec`. One device: `out` and `reduce` ask for nothing."""
-        return matmul(spec, x, w)
+        """The matrix product `spec`; `reduce` is the contracted axis if that one may be sharded.
+
+        Partial sums are rounded to x's dtype before they are added up, as vLLM's are.
+        """
+        return self.psum(matmul(spec, x, w), reduce)
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
-        """The table's rows."""
-        return (table_VE if isinstance(table_VE, Tensor) else table_VE.rows).index_select(0, ids_T)
+        """The table's rows; the table may be sharded over "vocab"."""
+        rows_VE = table_VE if isinstance(table_VE, Tensor) else table_VE.rows
+        if not self.shards("vocab"):
+            return rows_VE.index_select(0, ids_T)
+        local_T = ids_T - self.axis_index("vocab") * len(rows_VE)
+        mine_T = (local_T >= 0) & (local_T < len(rows_VE))
+        found_TE = rows_VE.index_select(0, torch.where(mine_T, local_T, 0))
+        return self.psum(torch.where(mine_T[:, None], found_TE, 0), "vocab")
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
