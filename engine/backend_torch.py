@@ -234,6 +234,8 @@ class TorchBackend:
             host = (x.dense() if isinstance(x, Packed) else x).detach().cpu()
         if host.dtype == torch.bfloat16:
             return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+        if host.dtype == torch.float8_e4m3fn:
+            return host.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).copy()
         return host.numpy().copy()
 
     def read_tree(self, tree: Any) -> Any:

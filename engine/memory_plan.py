@@ -214,7 +214,9 @@ def spec_bytes(spec: ArraySpec, dtype: str, divisors: Mapping[str, int]) -> int:
 
 
 def itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    # numpy itself does not know these
+    known = {"bfloat16": 2, "float8_e4m3fn": 1}
+    return known[dtype] if dtype in known else np.dtype(dtype).itemsize
 
 
 def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str, int]) -> int:

@@ -17,6 +17,8 @@ logger = logging.getLogger("octavo")
 class Implementation(NamedTuple):
     """plan(step) is made once a step and cache group; attend(q, k, v, order, step, spec, sinks, plan) once a layer.
 
+    `scales`: attend takes one more argument, the scales of a quantised cache.
+
     supports(spec, dtype, platform, mode, block_size) is None, or the reason why not. `any_width`: a wider
     block table costs nothing. prepare(plan, spec, itemsize) completes a plan that is a pytree; None: it is none.
     """
@@ -26,6 +28,7 @@ class Implementation(NamedTuple):
     plan: Callable[[Any], Any]
     any_width: bool = False
     prepare: Callable[[Any, Any, int], None] | None = None
+    scales: bool = False
 
 
 def supports_everything(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
@@ -40,7 +43,7 @@ IMPLEMENTATIONS = {
     "triton_lowered": Implementation(
         triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
     ),
-    "reference": Implementation(reference.attend, supports_everything, reference.query_tiles),
+    "reference": Implementation(reference.attend, supports_everything, reference.query_tiles, scales=True),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
 PREFERENCE = {
@@ -48,6 +51,13 @@ PREFERENCE = {
     "gpu": ("mosaic_gpu", "triton_lowered", "reference"),
     "tpu": ("mosaic_tpu", "reference"),
 }
+
+
+def why_not(name: str, spec: Any, dtype: str, platform: str, mode: str, block_size: int, scaled: bool) -> str | None:
+    """Why an implementation cannot serve, or None."""
+    if scaled and not IMPLEMENTATIONS[name].scales:
+        return "it takes no scales of a quantised cache"
+    return IMPLEMENTATIONS[name].supports(spec, dtype, platform, mode, block_size)
 
 
 class AttentionOp:
@@ -67,11 +77,13 @@ class AttentionOp:
         op.steps, op.plans = steps, {}
         return op
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any) -> Any:
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any, scales: Any
+    ) -> jax.Array:
         block_size = k.shape[order.split().index("p")]
-        name = self.choose(spec, k.dtype.name, jax.default_backend(), block_size)
-        implementation = IMPLEMENTATIONS[name]
-        return implementation.attend(q, k, v, order, step, spec, sinks, self.plan(name, step))
+        name = self.choose(spec, k.dtype.name, jax.default_backend(), block_size, scales is not None)
+        more = () if scales is None else (scales,)
+        return IMPLEMENTATIONS[name].attend(q, k, v, order, step, spec, sinks, self.plan(name, step), *more)
 
     def holding(self, plan: Any) -> AttentionOp:
         """A copy for which every layer's plan is this one."""
@@ -106,16 +118,16 @@ class AttentionOp:
         chosen = [next((n for n in names if IMPLEMENTATIONS[n].supports(s, *question) is None), None) for s in specs]
         return all(n is not None and IMPLEMENTATIONS[n].any_width for n in chosen)
 
-    def choose(self, spec: Any, dtype: str, platform: str, block_size: int) -> str:
-        """The implementation for this layer. Raises NotImplementedError if a named one cannot serve it."""
-        question = (spec, dtype, platform, self.mode, block_size)
+    def choose(self, spec: Any, dtype: str, platform: str, block_size: int, scaled: bool = False) -> str:
+        """The implementation for a cache of `dtype`. Raises NotImplementedError if a named one cannot serve it."""
+        question = (spec, dtype, platform, self.mode, block_size, scaled)
         if self.name != "auto":
-            reason = IMPLEMENTATIONS[self.name].supports(*question)
+            reason = why_not(self.name, *question)
             if reason:
                 raise NotImplementedError(f"attention {self.name!r}: {reason}")
             return self.name
         if question not in self.chosen:
-            refused = {n: IMPLEMENTATIONS[n].supports(*question) for n in PREFERENCE[platform]}
+            refused = {n: why_not(n, *question) for n in PREFERENCE[platform]}
             self.chosen[question] = next(n for n, reason in refused.items() if reason is None)
             why = "; ".join(f"{n}: {reason}" for n, reason in refused.items() if reason)
             logger.info("attention: %s for %s%s", self.chosen[question], spec, f" ({why})" if why else "")

@@ -88,14 +88,22 @@ class JaxOps:
         return call
 
     def attention(
-        self, q_TKGD: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any = None
+        self,
+        q_TKGD: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        order: str,
+        step: Any,
+        spec: Any,
+        sinks: Any = None,
+        scales: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Causal attention of the step's queries over their sequences' cached keys; [T, K, G, Dv].
 
         `order` is the physical order of k and v: "n p k d" or "n k p d". `sinks` [K, G] are logits that take part in
-        the softmax's denominator alone.
+        the softmax's denominator alone. `scales` are those of a quantised k and v, in `order` without d.
         """
-        return self._attention(q_TKGD, k, v, order, step, spec, sinks)
+        return self._attention(q_TKGD, k, v, order, step, spec, sinks, scales)
 
     def any_width(self, specs: Iterable, dtype: str) -> bool:
         """Whether attention with all these specs costs the same under a wider block table."""
@@ -208,6 +216,25 @@ class JaxOps:
     ) -> tuple[jax.Array, jax.Array]:
         """rms_norm of each head of q and of k."""
         return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+
+    def dot(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The einsum of two arrays of activations, in float32."""
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.einsum(spec, a, b, precision="highest", preferred_element_type=jnp.float32)
+
+    def map_tiles(self, fn: Callable[..., tuple], arrays: tuple[jax.Array, ...], at_once: int) -> tuple:
+        """fn(*arrays), whose results have their leading axis, `at_once` rows at a time."""
+        size = arrays[0].shape[0]
+        if at_once >= size:
+            return fn(*arrays)
+        pad = -size % at_once
+        pieces = [jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), mode="edge") for x in arrays]
+        found = jax.lax.map(lambda xs: fn(*xs), [x.reshape(-1, at_once, *x.shape[1:]) for x in pieces])
+        return tuple(x.reshape(-1, *x.shape[2:])[:size] for x in found)
+
+    def show(self, name: str, x: jax.Array) -> jax.Array:
+        """x, under this name among the taps: for what no op returns as it is."""
+        return x
 
     def arange(self, n: int, like: jax.Array) -> jax.Array:
         """0..n-1 in the dtype of `like`."""

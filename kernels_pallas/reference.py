@@ -56,14 +56,21 @@ def attend(
     spec: Any,
     sinks_KG: jax.Array | None,
     tiles: Tiles,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T + mask) v, each query over its sequence's keys up to itself; [T, K, G, Dv]."""
+    """softmax(scale q k^T + mask) v, each query over its sequence's keys up to itself; [T, K, G, Dv].
+
+    `scales`: of k and of v, in their order without d; what lies in the cache is times them.
+    """
     seq_W, start_W, tile_T, place_T, queries = tiles
 
     def one_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         seq, start = tile
         table_B = step.block_tables_SB[seq]
         k_MKD, v_MKD = (rearrange(x[table_B], f"{order} -> (n p) k d").astype(jnp.float32) for x in (k, v))
+        if scales is not None:
+            k_MK1, v_MK1 = (rearrange(x[table_B], f"{order[:-2]} -> (n p) k 1") for x in scales)
+            k_MKD, v_MKD = k_MKD * k_MK1, v_MKD * v_MK1
         # weight zero times what an unwritten slot holds would still be a nan, if that is one
         written_M11 = (jnp.arange(k_MKD.shape[0]) < step.lengths_S[seq])[:, None, None]
         k_MKD, v_MKD = jnp.where(written_M11, k_MKD, 0), jnp.where(written_M11, v_MKD, 0)

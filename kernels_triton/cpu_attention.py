@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 Tensor = torch.Tensor
+Pools = tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]  # keys and values, each with their scales
 
 QUERIES = 128  # of a tile
 MEMORY = 3 << 18  # elements of keys copied at a time: they stay in the cache until they are read
@@ -128,42 +129,64 @@ def additive(hidden: np.ndarray) -> Tensor:
 
 
 def attend(
-    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, plan: Plan
+    q_TKGD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: str,
+    step: Any,
+    spec: Any,
+    sinks_KG: Tensor | None,
+    plan: Plan,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too."""
+    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too.
+
+    `scales`: of k and of v, in their order without d; what lies in the cache is times them.
+    """
+    k_scale, v_scale = scales or (None, None)
+    pools = (k, k_scale), (v, v_scale)
     if plan.whole:
-        return decode(q_TKGD, k, v, order, spec, sinks_KG, plan.units[0])
+        return decode(q_TKGD, pools, order, spec, sinks_KG, plan.units[0])
     out_TKGD = q_TKGD.new_empty((*q_TKGD.shape[:3], spec.v_dim))
     out_TKGD[plan.num_real :] = 0
     for unit in plan.units:
         if unit.tokens_W is None:
-            chunk(out_TKGD, q_TKGD, k, v, order, spec, sinks_KG, unit)
+            chunk(out_TKGD, q_TKGD, pools, order, spec, sinks_KG, unit)
         else:
             q_WKGD = q_TKGD.index_select(0, unit.tokens_W)
-            out_TKGD.index_copy_(0, unit.tokens_W, decode(q_WKGD, k, v, order, spec, sinks_KG, unit))
+            out_TKGD.index_copy_(0, unit.tokens_W, decode(q_WKGD, pools, order, spec, sinks_KG, unit))
     return out_TKGD
 
 
-def decode(q_WKGD: Tensor, k: Tensor, v: Tensor, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit) -> Tensor:
+def decode(q_WKGD: Tensor, pools: Pools, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit) -> Tensor:
     """One query a sequence. The queries of a group are the rows of one product."""
-    k_WKMD, v_WKMD = gather(k, order, unit), gather(v, order, unit)
+    k_WKMD, v_WKMD = (gather_scaled(*pool, order, unit) for pool in pools)
     if len(q_WKGD) == 1:
         k_WKMD, v_WKMD = k_WKMD[:, :, unit.keys], v_WKMD[:, :, unit.keys]
     return dense(q_WKGD, k_WKMD, v_WKMD, unit.mask_W11M, None if sinks_KG is None else sinks_KG[None], spec)
 
 
 def chunk(
-    out_TKGD: Tensor, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit
+    out_TKGD: Tensor, q_TKGD: Tensor, pools: Pools, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit
 ) -> None:
     """Many queries of one sequence, written into out. Each tile reads the keys up to its own last query."""
     size = (-1, spec.group_size, -1, -1)
-    k_KGMD = gather(k, order, unit)[0].unsqueeze(1).expand(size)
-    v_KGMD = gather(v, order, unit)[0].unsqueeze(1).expand(size)
+    k_KGMD, v_KGMD = (gather_scaled(*pool, order, unit)[0].unsqueeze(1).expand(size) for pool in pools)
     sinks = None if sinks_KG is None else sinks_KG[..., None]
     for tile in unit.tiles:
         q_KGQD = q_TKGD[tile.tokens].permute(1, 2, 0, 3)
         out_KGQD = dense(q_KGQD, k_KGMD[:, :, tile.keys], v_KGMD[:, :, tile.keys], tile.mask_11QM, sinks, spec)
         out_TKGD[tile.tokens] = out_KGQD.permute(2, 0, 1, 3)
+
+
+def gather_scaled(x: Tensor, scale: Tensor | None, order: str, unit: Unit) -> Tensor:
+    """gather, and each row times its scale if there are scales; float32 then."""
+    if x.dtype == torch.float8_e4m3fn:
+        # torch fills and copies bytes, but no floats of 8 bits
+        x_WKMD = gather(x.view(torch.uint8), order, unit).view(x.dtype)
+    else:
+        x_WKMD = gather(x, order, unit)
+    return x_WKMD if scale is None else x_WKMD.float() * gather(scale[..., None], order, unit)
 
 
 def gather(x: Tensor, order: str, unit: Unit) -> Tensor:
@@ -225,6 +248,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | 
     return torch.matmul(probs, v.float()).to(q.dtype)
 
 
-def supports(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+def supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype) -> str | None:
     """None, or why not."""
     return None if device.type == "cpu" else f"it reads lengths on the host, and the cache is on {device.type}"

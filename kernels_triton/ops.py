@@ -168,10 +168,21 @@ class TorchOps:
         return fn
 
     def attention(
-        self, q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None = None
+        self,
+        q_TKGD: Tensor,
+        k: Tensor,
+        v: Tensor,
+        order: str,
+        step: Any,
+        spec: Any,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Causal attention of each token over its sequence's cache. Returns [T, K, G, Dv]."""
-        implementation, plan = self._implementation(q_TKGD, spec), None
+        """Causal attention of each token over its sequence's cache. Returns [T, K, G, Dv].
+
+        `scales` are those of a quantised k and v, in `order` without d.
+        """
+        implementation, plan = self._implementation(q_TKGD, spec, k.dtype, scales is not None), None
         group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
         key = (group, spec.window, implementation.plan)
         if group is not None:
@@ -180,23 +191,38 @@ class TorchOps:
             plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
         if group is not None:
             self.plans[key] = plan
-        return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan)
+        more = () if scales is None else (scales,)
+        return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan, *more)
 
     def any_width(self, spec: Any, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether attention of that spec costs the same with a wider block table."""
-        return self._chosen((spec, dtype, device)).any_width
+        return self._chosen((spec, dtype, device, dtype, False)).any_width
 
-    def _implementation(self, q: Tensor, spec: Any) -> Implementation:
+    def _implementation(self, q: Tensor, spec: Any, cache: torch.dtype, scaled: bool) -> Implementation:
         # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own
-        key = (id(spec), q.dtype, q.device)
+        key = (id(spec), q.dtype, q.device, cache, scaled)
         if key not in self.known:
-            self.known[key] = spec, self._chosen((spec, q.dtype, q.device))
+            self.known[key] = spec, self._chosen((spec, *key[1:]))
         return self.known[key][1]
 
-    def _chosen(self, key: tuple[Any, torch.dtype, torch.device]) -> Implementation:
+    def _chosen(self, key: tuple[Any, torch.dtype, torch.device, torch.dtype, bool]) -> Implementation:
         if key not in self.chosen:
             self.chosen[key] = IMPLEMENTATIONS[choose(self.wanted, *key)]
         return self.chosen[key]
+
+    def dot(self, spec: str, a: Tensor, b: Tensor) -> Tensor:
+        """The einsum of two arrays of activations, in float32."""
+        return torch.einsum(spec, a.float(), b.float())
+
+    def map_tiles(self, fn: Callable[..., tuple], arrays: tuple[Tensor, ...], at_once: int) -> tuple:
+        """fn(*arrays), whose results have their leading axis, `at_once` rows at a time."""
+        pieces = zip(*(x.split(at_once) for x in arrays), strict=True)
+        found = [fn(*piece) for piece in pieces]
+        return found[0] if len(found) == 1 else tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+    def show(self, name: str, x: Tensor) -> Tensor:
+        """x, under this name among the taps: for what no op returns as it is."""
+        return x
 
     def arange(self, n: int, like: Tensor) -> Tensor:
         """0 .. n - 1 in the dtype and place of `like`."""

@@ -45,26 +45,40 @@ def plan(step: Any, spec: Any, block_size: int) -> Tiles:
 
 
 def attend(
-    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, tiles: Tiles
+    q_TKGD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: str,
+    step: Any,
+    spec: Any,
+    sinks_KG: Tensor | None,
+    tiles: Tiles,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too."""
+    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too.
+
+    `scales`: of k and of v, in their order without d; what lies in the cache is times them.
+    """
 
     def some_tiles(seq_W: Tensor, start_W: Tensor) -> Tensor:
         table_WB = step.block_tables_SB[seq_W]
-        k_WMKD, v_WMKD = (rearrange(x[table_WB], f"w {order} -> w (n p) k d") for x in (k, v))
+        k_WMKD, v_WMKD = (rearrange(x[table_WB], f"w {order} -> w (n p) k d").float() for x in (k, v))
+        if scales is not None:
+            k_WMK1, v_WMK1 = (rearrange(x[table_WB], f"w {order[:-2]} -> w (n p) k 1") for x in scales)
+            k_WMKD, v_WMKD = k_WMKD * k_WMK1, v_WMKD * v_WMK1
         token_WQ = start_W[:, None] + torch.arange(tiles.queries, device=q_TKGD.device)
         own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]
         token_WQ = token_WQ.clamp_max(len(q_TKGD) - 1)
         keys_M = torch.arange(k_WMKD.shape[1], device=q_TKGD.device)
         behind_WQM = step.positions_T[token_WQ][..., None] - keys_M
         visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or 1 << 30)) & own_WQ[..., None]
-        scores = torch.einsum("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ].float(), k_WMKD.float()) * spec.scale
+        scores = torch.einsum("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ].float(), k_WMKD) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         scores = scores.masked_fill(~visible_WQM[:, None, None], -1e30)
         probs = softmax(scores, sinks_KG)
         seen_WM11 = visible_WQM.any(1)[..., None, None]
-        return torch.einsum("wkgqm,wmkd->wqkgd", probs, torch.where(seen_WM11, v_WMKD.float(), 0.0))
+        return torch.einsum("wkgqm,wmkd->wqkgd", probs, torch.where(seen_WM11, v_WMKD, 0.0))
 
     keys = step.block_tables_SB.shape[1] * k[0].numel()
     at_once = max(1, min(len(tiles.seq_W), MEMORY // keys))

@@ -190,8 +190,10 @@ def interpreted() -> bool:
     return type(kernels.decode).__name__ == "InterpretedFunction"
 
 
-def supports(spec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+def supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype) -> str | None:
     """None, or why not."""
+    if cache != dtype:
+        return f"it wants a cache of the queries' {dtype}, not of {cache}"
     if max(spec.k_dim, spec.v_dim) > 256:
         return f"a head of {max(spec.k_dim, spec.v_dim)} dims is more than the 256 that its tiles hold"
     if spec.scale <= 0:

@@ -8,7 +8,8 @@ from typing import Any
 
 from .interface import Array
 
-TAPPED = ("einsum", "rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act")
+TAPPED = ("einsum", "rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act",
+          "show")  # fmt: skip
 
 
 class Taps:
@@ -56,6 +57,8 @@ class TappedOps:
     def _parts(self, name: str, args: tuple, out: Any) -> list[tuple[str, Array]]:
         """What there is to keep of an op's result."""
         whose = [self.names[id(x)] for x in args if id(x) in self.names] or [name]
+        if name == "show":
+            return [(args[0], out)]
         if name == "add_rms_norm":
             return [("residual", out[0]), (whose[0], out[1])]
         if name == "qk_norm":

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ...models.interface import ArraySpec, AttentionSpec, map_tree
@@ -15,7 +16,7 @@ from .numpy_ops import NumpyOps
 
 
 class NumpyBackend:
-    """Holds floats of every dtype as float64, and integers as they are."""
+    """Holds floats as float64, but those of 8 bits, and integers, as they are."""
 
     name, dtype, eager, threads, graph_tokens = "numpy", "float64", True, 1, None
 
@@ -76,5 +77,6 @@ class NumpyBackend:
         return 0
 
     def _dtype(self, spec: ArraySpec) -> np.dtype:
-        dtype = np.dtype("float64" if spec.dtype is None or "float" in spec.dtype else spec.dtype)
-        return dtype
+        if spec.dtype is not None and "float8" in spec.dtype:
+            return np.dtype(getattr(ml_dtypes, spec.dtype))
+        return np.dtype("float64" if spec.dtype is None or "float" in spec.dtype else spec.dtype)

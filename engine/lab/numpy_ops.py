@@ -69,9 +69,20 @@ class NumpyOps:
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
 
     def attention(
-        self, q_TKGD: Array, k: Array, v: Array, order: str, step: Any, spec: Any, sinks: Array | None = None
+        self,
+        q_TKGD: Array,
+        k: Array,
+        v: Array,
+        order: str,
+        step: Any,
+        spec: Any,
+        sinks: Array | None = None,
+        scales: tuple[Array, Array] | None = None,
     ) -> Array:
         """Token by token, over the keys that its sequence's block table names."""
+        k, v = (x.astype(np.float64) for x in (k, v))
+        if scales is not None:
+            k, v = (x * scale[..., None] for x, scale in zip((k, v), scales, strict=True))
         out = np.zeros((*q_TKGD.shape[:3], v.shape[order.split().index("d")]))
         to_npkd = [order.split().index(axis) for axis in "npkd"]
         k, v = k.transpose(to_npkd), v.transpose(to_npkd)
@@ -89,6 +100,15 @@ class NumpyOps:
             weights_KGM /= weights_KGM.sum(-1, keepdims=True)
             out[t] = np.einsum("kgm,mkd->kgd", weights_KGM[..., : len(at)], v[blocks, offsets])
         return out
+
+    def dot(self, spec: str, a: Array, b: Array) -> Array:
+        return np.einsum(spec, a.astype(np.float64), b.astype(np.float64), optimize=True)
+
+    def map_tiles(self, fn: Callable[..., tuple], arrays: tuple[Array, ...], at_once: int) -> tuple:
+        return fn(*arrays)
+
+    def show(self, name: str, x: Array) -> Array:
+        return x
 
     def arange(self, n: int, like: Array) -> Array:
         return np.arange(n, dtype=like.dtype)

@@ -250,6 +250,31 @@ def test_loop_runs_while_the_condition_holds(name):
 
 
 @each_backend
+def test_dot_multiplies_in_float32(name):
+    a, b = (rng(i).standard_normal(shape).astype(np.float32) for i, shape in enumerate(((4, 2, 3, 8), (4, 5, 2, 8))))
+    ops, spec = backend_of(name).ops, "wkgd,wmkd->wkgm"
+    assert_near(get(name, ops.dot(spec, put(name, a), put(name, b))), np.einsum(spec, *map(np.float64, (a, b))), 2)
+    narrow = ops.dot("rd,rd->r", put(name, np.ones((1, 3), np.int8)), put(name, np.full((1, 3), 100, np.int8)))
+    assert get(name, narrow).tolist() == [300.0]
+
+
+@each_backend
+@pytest.mark.parametrize("at_once", [1, 3, 7, 20])
+def test_map_tiles_gives_what_the_function_gives(name, at_once):
+    x, y = rng(0).standard_normal((7, 2)).astype(np.float32), np.arange(7, dtype=np.int32)
+    seen = []
+
+    def double(x: Any, y: Any) -> tuple:
+        seen.append(x.shape[0])
+        return x * 2, (x[:, 0] + y)[:, None, None]
+
+    found = backend_of(name).ops.map_tiles(double, (put(name, x), put(name, y)), at_once)
+    assert (get(name, found[0]) == x * 2).all()
+    assert_near(get(name, found[1]), (x[:, 0] + y)[:, None, None])
+    assert max(seen) == min(at_once, 7)
+
+
+@each_backend
 def test_constrain_leaves_values_alone(name):
     x = rng().standard_normal((3, 8)).astype(np.float32)
     assert (get(name, backend_of(name).ops.constrain(put(name, x), (None, "vocab"), (None, None))) == x).all()
