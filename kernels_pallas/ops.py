@@ -145,16 +145,24 @@ class JaxOps:
         """The weight as `einsum` and `embed` like it best."""
         return weight
 
-    def einsum(self, spec: str, x: jax.Array, w: jax.Array, out: Axes, reduce: str | None = None) -> jax.Array:
+    def einsum(
+        self, spec: str, x: jax.Array, w: jax.Array, out: Axes, reduce: str | None = None,
+        *, norm: tuple[jax.Array, float] | None = None, gate: bool = False, add: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         """The only matrix product. Multiplies in w's dtype, accumulates in float32, returns x's dtype.
 
-        `out` are the result's logical axes; `reduce` is the contracted axis if that one is sharded.
+        `out` are the product's logical axes; `reduce` is the contracted axis if that one is sharded. With `norm`
+        (scale, eps) x goes through rms_norm first; with `gate` the product goes through gated_mlp_act; `add` is added
+        to the result, and consumed.
         """
+        x = self.rms_norm(x, *norm) if norm else x
         sums = self.shards(reduce)
         # a float32 result would be written, read and rounded by another kernel
         half = w.dtype.name in HALVES and not sums
         y = product(spec, x.astype(w.dtype), w, w.dtype if half else jnp.float32)
-        return self.constrain(self.psum(y, reduce).astype(x.dtype), out, out)
+        y = self.constrain(self.psum(y, reduce).astype(x.dtype), out, out)
+        y = self.gated_mlp_act(y) if gate else y
+        return y if add is None else add + y
 
     def embed(self, table_VE: jax.Array, ids_T: jax.Array) -> jax.Array:
         """Rows of the table, which may be sharded over "vocab"."""

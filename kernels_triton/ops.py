@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from . import noise, xp
 from .attention import IMPLEMENTATIONS, Implementation, choose
-from .products import Packed, matmul, pack
+from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
     from . import fused
@@ -83,12 +83,22 @@ class TorchOps:
         """The weight as its product reads it fastest."""
         return pack(weight, spec.product)
 
-    def einsum(self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None) -> Tensor:
+    def einsum(
+        self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None,
+        *, norm: tuple[Tensor, float] | None = None, gate: bool = False, add: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The matrix product `spec`; `reduce` is the contracted axis if that one may be sharded.
 
-        Partial sums are rounded to x's dtype before they are added up, as vLLM's are.
+        With `norm` (scale, eps) x goes through rms_norm first; with `gate` the product goes through gated_mlp_act;
+        `add` is added to the result, and consumed. Partial sums are rounded to x's dtype before they are added up, as
+        vLLM's are.
         """
-        return self.psum(matmul(spec, x, w), reduce)
+        x = self.rms_norm(x, *norm) if norm else x
+        if add is not None and not (gate or self.pure or self.shards(reduce)) and adds(x, w):
+            return matmul_add(spec, x, w, add)
+        y = self.psum(matmul(spec, x, w), reduce)
+        y = self.gated_mlp_act(y) if gate else y
+        return y if add is None else add + y
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
         """The table's rows; the table may be sharded over "vocab"."""

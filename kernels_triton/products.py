@@ -82,6 +82,20 @@ def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
     return F.linear(x.reshape(-1, depth), w.reshape(-1, depth)).reshape(*free, *tail)
 
 
+def adds(x: Tensor, w: Tensor | Packed) -> bool:
+    """Whether matmul_add is for them: on a GPU, where the sum would be one more pass over memory."""
+    return isinstance(w, Tensor) and x.is_cuda
+
+
+def matmul_add(spec: str, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """y plus the product, in y's own memory; rounded once."""
+    shared, first = contraction(spec)
+    tail, depth = (w.shape[shared:], w.shape[:shared]) if first else (w.shape[:-shared], w.shape[-shared:])
+    plain = w.reshape(depth.numel(), -1) if first else w.reshape(-1, depth.numel()).t()
+    y.view(-1, tail.numel()).addmm_(x.reshape(-1, depth.numel()), plain)
+    return y
+
+
 @cache
 def contraction(spec: str) -> tuple[int, bool]:
     """How many letters are contracted, and whether they begin w (else they end it)."""

@@ -69,8 +69,13 @@ def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def linear(
-    ops: Any, spec: str, x: Array, w: dict[str, Array], name: str, out: tuple, reduce: str | None = None
-) -> Array:
-    """x times w[name], plus w[name + "_bias"] where the model has one."""
-    y, bias = ops.einsum(spec, x, w[name], out=out, reduce=reduce), w.get(name + "_bias")
-    return y if bias is None else y + bias
+    ops: Any, spec: str, x: Array, w: dict[str, Array], name: str, out: tuple, reduce: str | None = None,
+    *, norm: tuple[Array, float] | None = None, gate: bool = False, add: Array | None = None,
+) -> Array:  # fmt: skip
+    """ops.einsum with w[name], plus w[name + "_bias"] where the model has one: before the gate, and before `add`."""
+    bias = w.get(name + "_bias")
+    if bias is None:
+        return ops.einsum(spec, x, w[name], out=out, reduce=reduce, norm=norm, gate=gate, add=add)
+    y = ops.einsum(spec, x, w[name], out=out, reduce=reduce, norm=norm) + bias
+    y = ops.gated_mlp_act(y) if gate else y
+    return y if add is None else add + y

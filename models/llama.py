@@ -90,9 +90,13 @@ def embed(w: dict, step: Step, ops: Any) -> Array:
     return ops.embed(w["embed"], step.token_ids_T)
 
 
-def qkv(w: dict, h_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
-    """Queries, keys and values before rope. Those of one kv head lie together, so that a shard holds whole groups."""
-    qkv_TKXD = linear(ops, "te,ekxd->tkxd", h_TE, w, "qkv", out=(None, "kv_heads", None, None))
+def qkv(w: dict, x_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
+    """Queries, keys and values of x_TE, which is normed here, before rope.
+
+    Those of one kv head lie together, so that a shard holds whole groups.
+    """
+    out = (None, "kv_heads", None, None)
+    qkv_TKXD = linear(ops, "te,ekxd->tkxd", x_TE, w, "qkv", out=out, norm=(w["attn_norm"], eps))
     return {"q": qkv_TKXD[:, :, :-2], "k": qkv_TKXD[:, :, -2], "v": qkv_TKXD[:, :, -1]}
 
 
@@ -100,12 +104,16 @@ def layer(
     w: dict, cache: LayerCache, x_TE: Array, step: Step, attention: AttentionSpec, ops: Any, layout: CacheLayout,
     *, eps: float, qkv: Callable = qkv,
 ) -> tuple[Array, LayerCache]:  # fmt: skip
-    h_TE = ops.rms_norm(x_TE, w["attn_norm"], eps)
-    a_TKGD, cache = layout.attention(ops, cache, qkv(w, h_TE, ops, eps), step, attention)
-    a_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads")
-    x_TE, h_TE = ops.add_rms_norm(x_TE, a_TE, w["mlp_norm"], eps)
-    h_TXF = linear(ops, "te,exf->txf", h_TE, w, "gate_up", out=(None, None, "mlp"))
-    return x_TE + linear(ops, "tf,fe->te", ops.gated_mlp_act(h_TXF), w, "down", out=(None, None), reduce="mlp"), cache
+    a_TKGD, cache = layout.attention(ops, cache, qkv(w, x_TE, ops, eps), step, attention)
+    x_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads", add=x_TE)
+    return mlp(w, x_TE, ops, eps), cache
+
+
+def mlp(w: dict, x_TE: Array, ops: Any, eps: float) -> Array:
+    """x_TE, and added to it what the MLP makes of its norm."""
+    norm = (w["mlp_norm"], eps)
+    h_TF = linear(ops, "te,exf->txf", x_TE, w, "gate_up", out=(None, None, "mlp"), norm=norm, gate=True)
+    return linear(ops, "tf,fe->te", h_TF, w, "down", out=(None, None), reduce="mlp", add=x_TE)
 
 
 def norm(w: dict, x_TE: Array, ops: Any, *, eps: float) -> Array:

@@ -25,7 +25,7 @@ def spec(c: llama.LlamaConfig) -> ModelSpec:
     return replace(model, layer=partial(llama.layer, eps=c.norm_eps, qkv=normed_qkv))
 
 
-def normed_qkv(w: dict, h_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
-    parts = llama.qkv(w, h_TE, ops, eps)
+def normed_qkv(w: dict, x_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
+    parts = llama.qkv(w, x_TE, ops, eps)
     q_TKGD, k_TKD = ops.qk_norm(parts["q"], parts["k"], w["q_norm"], w["k_norm"], eps)
     return parts | {"q": q_TKGD, "k": k_TKD}

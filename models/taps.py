@@ -8,8 +8,7 @@ from typing import Any
 
 from .interface import Array
 
-TAPPED = ("einsum", "rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act",
-          "show")  # fmt: skip
+TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act", "show")
 
 
 class Taps:
@@ -53,6 +52,24 @@ class TappedOps:
             return out
 
         return tapped
+
+    def einsum(
+        self, spec: str, x: Array, w: Array, *, norm: Any = None, gate: bool = False, add: Any = None, **axes: Any
+    ) -> Array:
+        """The ops that a product may have within it, one by one, so that each of them shows.
+
+        The first sum of a layer is "residual"; its last is what the layer returns, and shows as that.
+        """
+        x = self.rms_norm(x, *norm) if norm else x
+        y = self.ops.einsum(spec, x, w, **axes)
+        self.taps.keep(f"{self.prefix}.{self.names.get(id(w), 'einsum')}", y)
+        y = self.gated_mlp_act(y) if gate else y
+        if add is None:
+            return y
+        total, name = add + y, f"{self.prefix}.residual"
+        if name not in self.taps.found:
+            self.taps.keep(name, total)
+        return total
 
     def _parts(self, name: str, args: tuple, out: Any) -> list[tuple[str, Array]]:
         """What there is to keep of an op's result."""

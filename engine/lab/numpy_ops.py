@@ -30,8 +30,14 @@ class NumpyOps:
     def prepare(self, weight: Array, spec: Any) -> Array:
         return weight
 
-    def einsum(self, spec: str, x: Array, w: Array, out: tuple, reduce: str | None = None) -> Array:
-        return np.einsum(spec, x, w, optimize=True)
+    def einsum(
+        self, spec: str, x: Array, w: Array, out: tuple, reduce: str | None = None,
+        *, norm: tuple | None = None, gate: bool = False, add: Array | None = None,
+    ) -> Array:  # fmt: skip
+        x = self.rms_norm(x, *norm) if norm else x
+        y = np.einsum(spec, x, w, optimize=True)
+        y = self.gated_mlp_act(y) if gate else y
+        return y if add is None else add + y
 
     def embed(self, table_VE: Array, ids_T: Array) -> Array:
         return table_VE[ids_T]
