@@ -11,6 +11,7 @@ from backends import BACKENDS
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend, get_backend
+from octavo.engine.lab.numpy_ops import NumpyOps
 from octavo.models.interface import ArraySpec, Rope
 
 each_backend = pytest.mark.parametrize("name", BACKENDS)
@@ -59,6 +60,26 @@ def test_einsum(name, spec, prepared):
     y = get(name, ops.einsum(spec, put(name, x), weight, out=AXES[spec.split("->")[1]]))
     assert y.dtype == np.float32
     assert_near(y, np.einsum(spec, x.astype(np.float64), w.astype(np.float64)), times=5)
+
+
+@each_backend
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_product_takes_its_neighbours_along(name, rows):
+    """Norm before it, gate and sum behind it, against the oracle's own ops one by one."""
+    oracle, ops = NumpyOps(), backend_of(name).ops
+    x, add = rng().standard_normal((2, rows, 24)).astype(np.float32)
+    scale = rng(1).uniform(0.5, 1.5, 24).astype(np.float32)
+    wide, back = (rng(i).standard_normal(s).astype(np.float32) for i, s in enumerate([(24, 2, 33), (33, 24)], 2))
+    x64, scale64, wide64, back64 = (a.astype(np.float64) for a in (x, scale, wide, back))
+    gated = oracle.gated_mlp_act(np.einsum("te,exf->txf", oracle.rms_norm(x64, scale64, 1e-5), wide64))
+    norm = (put(name, scale), 1e-5)
+    y = ops.einsum("te,exf->txf", put(name, x), put(name, wide), out=AXES["txf"], norm=norm, gate=True)
+    np.testing.assert_allclose(get(name, y), gated, rtol=1e-5, atol=1e-4)
+    y = ops.einsum("tf,fe->te", put(name, gated), put(name, back), out=AXES["te"], reduce="mlp", add=put(name, add))
+    np.testing.assert_allclose(get(name, y), add + gated @ back64, rtol=1e-5, atol=2e-3)
+    y = oracle.einsum("te,exf->txf", x64, wide64, out=AXES["txf"], norm=(scale64, 1e-5), gate=True)
+    np.testing.assert_allclose(y, gated, rtol=1e-12)
+    np.testing.assert_allclose(oracle.einsum("tf,fe->te", y, back64, out=(), add=add), add + y @ back64, rtol=1e-12)
 
 
 @each_backend
