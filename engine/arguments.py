@@ -11,6 +11,7 @@ from ..models.logprobs import MODES
 from . import checks
 from .loading.checkpoint import LOAD_FORMATS
 from .logits_processors import checked_processors
+from .policy import checked_policy
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LATER_LOAD_FORMATS = (
@@ -185,7 +186,8 @@ WORKING = (
         "layout",
         "str or CacheLayout",
         "token_major",
-        "physical order of the cache: token_major, head_major, or a layout of your own",
+        "how keys and values lie in the cache: a name of the table, NAME:field=value,..., FILE.py:NAME, or a layout of "
+        "your own",
         anything,
     ),
     Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
@@ -247,7 +249,12 @@ WORKING = (
     Argument("enable_chunked_prefill", "bool", True, "split prompts over steps", checks.flag),
     Argument("long_prefill_token_threshold", "int", 0, "most tokens of one prompt in a step; 0: off", integers(0)),
     Argument(
-        "scheduling_policy", "str", "fcfs", "fcfs, or priority: smaller numbers first", choices("fcfs", "priority")
+        "scheduling_policy",
+        "str or policy",
+        "fcfs",
+        "fcfs, priority (smaller numbers first), FILE.py:NAME, or an object with rank(request), evict(pool) or both: "
+        "docs/try_a_scheduling_policy.md",
+        checked_policy,
     ),
     Argument(
         "scheduler_order",
@@ -386,7 +393,7 @@ LATER = (
     Later("convert", "auto", "pooling models", ("none",)),
     Later("compilation_config", None, "compile levels", ({},)),
     Later("prefix_caching_hash_algo", "sha256", "another prefix hash"),
-    Later("scheduler_cls", None, "a scheduler of one's own"),
+    Later("scheduler_cls", None, "a whole scheduler of one's own (scheduling_policy takes rules of one's own)"),
     Later("guided_decoding_backend", None, "another grammar library", ("auto", "guidance")),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
     Later("enable_sleep_mode", False, "sleep mode"),

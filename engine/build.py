@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
-from ..models.layouts import LAYOUTS
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
 from ..sharding.rules import check_divides, tensor_parallel
@@ -24,6 +23,7 @@ from .checks import integer
 from .config import EngineConfig
 from .grammar_worker import grammar_library
 from .json_file import read_json
+from .layout_names import layout_text
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
@@ -208,6 +208,9 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
         config.max_num_batched_tokens,
     )
     kind = RecordedScheduler if config.step_log else Scheduler
+    policy = config.scheduling_policy
+    # an object's name alone gets into a dump: whoever loads it gives the object again
+    named = policy if isinstance(policy, str) else "fcfs"
     return kind(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -215,11 +218,12 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
             max_model_len=plan.max_model_len,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
+            policy=named,
             order=config.scheduler_order,
             watermark=config.watermark,
         ),
         blocks,
+        policy,
     )
 
 
@@ -270,10 +274,11 @@ def _step_log(config: EngineConfig, plan: MemoryPlan, runner: Runner, scheduler:
 
 def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[str, Any]:
     """What must be equal for a bit-equal replay, and the arguments to build such an engine with."""
-    names = sorted(config.given - {"model", "step_log", "layout"})
-    layouts = {name: name for name, kind in LAYOUTS.items() if config.layout == kind(config.block_size)}
+    names = config.given - {"model", "step_log", "layout"}
+    if not isinstance(config.scheduling_policy, str):
+        names -= {"scheduling_policy"}
     return {
-        "arguments": {name: getattr(config, name) for name in names} | {"layout": next(iter(layouts), None)},
+        "arguments": {name: getattr(config, name) for name in sorted(names)} | {"layout": layout_text(config.layout)},
         "versions": {name: version(name) for name in (config.backend, "numpy")},
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
         "threads": runner.backend.threads,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..models.interface import CacheLayout, ModelSpec
-from ..models.layouts import LAYOUTS
 from ..models.logit_edits import LogitsProcessor
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
+from .layout_names import layout_from
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
 LARGE_GPU = 70 * 2**30  # bytes
@@ -57,7 +57,7 @@ class EngineConfig:
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     long_prefill_token_threshold: int
-    scheduling_policy: str
+    scheduling_policy: Any  # what policy.as_policy takes
     scheduler_order: str
     watermark: float
     async_scheduling: bool
@@ -161,9 +161,7 @@ def _model(model: Any) -> Any:
 def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
     """The layout as a value, and the block size, which is a part of it."""
     if isinstance(layout, str):
-        if layout not in LAYOUTS:
-            raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}, or pass a CacheLayout")
-        layout = LAYOUTS[layout](block_size or DEFAULT_BLOCK_SIZE)
+        layout = layout_from(layout, block_size or DEFAULT_BLOCK_SIZE)
     if not all(hasattr(layout, name) for name in ("block_size", "spec", "attention")):
         raise ValueError(f"layout {layout!r} is not a CacheLayout: it needs block_size, spec and attention")
     if block_size is not None and block_size != layout.block_size:

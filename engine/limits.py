@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .checks import integer
-from .policy import as_policy
+from .policy import POLICIES
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class SchedulerConfig:
     max_model_len: int
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0  # tokens of one request a step, while others want some; 0: no limit
-    policy: str = "fcfs"  # or "priority"
+    policy: str = "fcfs"  # or "priority", or FILE.py:NAME
     order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
     watermark: float = 0.0  # part of each pool that an admission leaves free while others run
 
@@ -33,7 +33,8 @@ class SchedulerConfig:
             raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} is negative")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ValueError(f"long_prefill_token_threshold {self.long_prefill_token_threshold} needs chunked prefill")
-        as_policy(self.policy)
+        if self.policy not in POLICIES and ":" not in self.policy:
+            raise ValueError(f"policy {self.policy!r} is none of {', '.join(POLICIES)}, nor FILE.py:NAME")
         if self.order not in ("decode_first", "prefill_first"):
             raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
         if not 0 <= self.watermark < 1:

@@ -283,8 +283,8 @@ class LLM(EngineSteps):
         """The n requests of one prompt, checked but not queued. The first computes the prompt for all."""
         arrived = time.perf_counter()
         check_id(request_id)
-        if integer("priority", priority) and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority {priority} needs scheduling_policy='priority'")
+        if integer("priority", priority) and not self.scheduler.policy.ranks:
+            raise ValueError(f"priority {priority} needs scheduling_policy='priority', or one of your own with a rank")
         embeds = embeds_of(prompt, self.model, self.config.block_size)
         ids = embeds.token_ids if embeds else token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         params, eos = self._resolved(params)
@@ -323,14 +323,24 @@ class LLM(EngineSteps):
     def _admit(self, name: str, members: list[Request], prompt: Prompt, *, queued: bool = False) -> Family:
         with self.lock:
             family = self.processor.add(name, members, prompt, queued)
-            for request in members:
-                request.arrival = self.num_arrived
-                self.num_arrived += 1
-                self.structured.start(request)
-                if request.embeds:
-                    self.runner.embeds[request.id] = request.embeds
-                self.scheduler.add(request)
-                if self.metrics:
+            try:
+                for request in members:
+                    request.arrival = self.num_arrived
+                    self.num_arrived += 1
+                    self.structured.start(request)
+                    if request.embeds:
+                        self.runner.embeds[request.id] = request.embeds
+                    self.scheduler.add(request)
+            except BaseException:
+                # a policy's rank may raise: all n are taken in, or none
+                for request in members:
+                    if self.scheduler.alive.get(request.id) is request:
+                        self.scheduler.finish(request, "abort")
+                    request.finish_reason = "abort"
+                self.processor.drop(name)
+                raise
+            if self.metrics:
+                for request in members:
                     self.metrics.queued(request)
             return family
 

@@ -17,8 +17,8 @@ from .step_log import StepLog
 class RecordedScheduler(Scheduler):
     """Decides as a Scheduler does. Its log can be run again with `rerun`: equal events lead to equal plans."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager):
-        super().__init__(config, blocks)
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Any = None):
+        super().__init__(config, blocks, policy)
         self.log: StepLog | None = None
         self.updating = False
 

@@ -210,7 +210,8 @@ class Scheduler:
     def load(value: dict[str, Any], policy: Any = None) -> Scheduler:
         """The scheduler that was dumped: equal events lead to equal plans. Its requests are new objects, in `alive`.
 
-        A policy of one's own is not in the dump, only its name: it is to be given again. Raises ValueError if not.
+        A policy from FILE.py:NAME is loaded again; of another of one's own the dump has the name alone, and it is to be
+        given again. Raises ValueError for one of another name.
         """
         s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]), policy)
         if s.policy.name != value["policy"]:

@@ -16,6 +16,10 @@ TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(help="fcfs, priority, or FILE.py:NAME (rank, evict); none: fcfs, or the logged one."),
+]
 Log = Annotated[Path, typer.Argument(help="A step log: LLM(..., step_log=FILE) writes one.")]
 
 
@@ -63,6 +67,7 @@ def _verdict(found: Any) -> str:
 def explain(
     log: Log,
     request: Annotated[str, typer.Argument(help="The request's id.")],
+    policy: Policy = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -70,7 +75,7 @@ def explain(
     with reporting(debug):
         from .explain import explain as tell
 
-        show([asdict(p) for p in tell(log, request)], as_json, title=f"request {request}")
+        show([asdict(p) for p in tell(log, request, policy)], as_json, title=f"request {request}")
 
 
 def simulate(
@@ -81,7 +86,7 @@ def simulate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
     max_model_len: Annotated[int, typer.Option(help="Tokens of a request.")] = 8192,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse equal beginnings of prompts.")] = True,
-    policy: Annotated[str, typer.Option(help="fcfs, priority, or FILE.py:NAME (rank, evict).")] = "fcfs",
+    policy: Policy = None,
     overlap: Annotated[bool, typer.Option(help="Plan a step before the one before it is read.")] = True,
     cost: Annotated[str | None, typer.Option(help='Seconds: {"base": 2e-3, "per_token": 2e-5 ...} or a file.')] = None,
     measure: Annotated[str | None, typer.Option(help="Take the cost from steps of this model, run here.")] = None,
@@ -91,14 +96,13 @@ def simulate(
     """Runs the production scheduler on a trace, with a fake step under a virtual clock; or a step log's decisions."""
     with reporting(debug):
         from .simulate import Simulation, make_scheduler, read_trace
-        from .user_code import load_object
 
         if _is_step_log(trace):
-            _show_decisions(trace, as_json)
+            _show_decisions(trace, policy, as_json)
             return
         scheduler = make_scheduler(
             num_blocks,
-            policy=load_object(policy) if ":" in policy else policy,
+            policy=policy or "fcfs",
             block_size=block_size,
             enable_prefix_caching=prefix_caching,
             max_num_seqs=max_num_seqs,
@@ -114,11 +118,11 @@ def _is_step_log(path: Path) -> bool:
         return file.readline().startswith('{"header"')
 
 
-def _show_decisions(log: Path, as_json: bool) -> None:
+def _show_decisions(log: Path, policy: str | None, as_json: bool) -> None:
     """Whether the scheduler, told what the logged one was told, decides the same."""
     from .rerun import rerun
 
-    found = rerun(log)
+    found = rerun(log, policy)
     value = {"num_steps": found.num_steps, "num_requests": len(found.requests)}
     show(value | {"difference": str(found.difference) if found.difference else None}, as_json, title=str(log))
     if found.difference is not None:

@@ -45,10 +45,10 @@ class Period:
     num_tokens: int = 0
 
 
-def explain(path: str | Path, request_id: str) -> list[Period]:
+def explain(path: str | Path, request_id: str, policy: Any = None) -> list[Period]:
     """The time line of a request: why it waited, what it hit, when it was preempted, how it ended.
 
-    Raises ValueError for a request that the log does not know, naming those it knows.
+    `policy` is as in `rerun`. Raises ValueError for a request that the log does not know, naming those it knows.
     """
     _, lines = read_lines(path)
     start = next((i for i, line in enumerate(lines) if "add" in line and line["add"]["id"] == request_id), None)
@@ -56,7 +56,7 @@ def explain(path: str | Path, request_id: str) -> list[Period]:
         known = [line["add"]["id"] for line in lines if "add" in line]
         raise ValueError(f"{path} has no request {request_id!r}: it has {_listed(known)}")
     periods = list(_merged(_story(lines[start:], request_id)))
-    request = rerun(path).requests[request_id]
+    request = rerun(path, policy).requests[request_id]
     if request.finish_reason and not (periods and periods[-1].what.startswith("ends")):
         # nothing was planned after it, so no plan could tell
         last = periods[-1].last_step if periods else 0

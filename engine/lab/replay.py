@@ -67,7 +67,7 @@ def replay(
     """
     header, steps = read_log(path)
     steps = [s for s in steps if to is None or s.plan.step <= to]
-    decisions = rerun(path).difference
+    decisions = rerun(path, arguments.get("scheduling_policy")).difference
     if decisions is not None:
         steps = [s for s in steps if s.plan.step < decisions.step]
     parts = _build(header, model, weights, arguments)

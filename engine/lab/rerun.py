@@ -41,13 +41,14 @@ class Decisions:
     difference: Difference | None
 
 
-def rerun(path: str | Path) -> Decisions:
+def rerun(path: str | Path, policy: Any = None) -> Decisions:
     """Hands a log's events to a scheduler that starts as the logged one did, and compares each plan that it makes.
 
-    Raises ValueError for a file that is not a whole step log.
+    `policy` is the scheduling policy of the run, where the log has only its name. Raises ValueError for a file that is
+    not a whole step log, and for a policy that is not the logged one.
     """
     header, lines = read_lines(path)
-    scheduler = Scheduler.load(header["scheduler"])
+    scheduler = Scheduler.load(header["scheduler"], policy)
     known: dict[str, Request] = {}
     unread: dict[int, Plan] = {}
     num_steps = 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+from backends import BACKENDS
 from scheduler_world import add, make_request, planned
+from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine.block_manager import BlockManager
+from octavo.engine.lab.replay import replay
+from octavo.engine.lab.rerun import rerun
 from octavo.engine.lab.simulate import Arrival, Cost, Simulation, make_scheduler
-from octavo.engine.lab.user_code import load_object
 from octavo.engine.limits import SchedulerConfig
 from octavo.engine.policy import as_policy
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.user_code import load_object
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
 
@@ -129,3 +133,97 @@ def test_a_dump_wants_its_policy_back():
     with pytest.raises(ValueError, match="is of policy 'ShortestFirst'"):
         Scheduler.load(s.dump())
     assert planned(Scheduler.load(s.dump(), ShortestFirst())) == planned(s)
+
+
+FROM_FILE = """
+class ShortestFirst:
+    def rank(self, request):
+        return len(request.prompt)
+"""
+
+
+def test_an_engine_takes_a_policy_by_file_or_by_value(tmp_path):
+    """What `simulate --policy` tries runs in production: the longest prompt waits though it came first."""
+    (tmp_path / "mine.py").write_text(FROM_FILE)
+    named = f"{tmp_path / 'mine.py'}:ShortestFirst"
+    want = tokens(engine(backend=BACKENDS[0]), PROMPTS[2:5])
+    for policy in (named, ShortestFirst()):
+        llm = engine(backend=BACKENDS[0], scheduling_policy=policy, max_num_seqs=1)
+        assert llm.scheduler.policy.name == "ShortestFirst"
+        order = []
+        for i in (3, 0, 1):
+            llm.add_request(str(i), PROMPTS[i], GREEDY, priority=i)
+        while llm.has_unfinished_requests():
+            order += [o.request_id for o in llm.step() if o.finished]
+        assert order == ["1", "0", "3"]
+        assert tokens(llm, PROMPTS[2:5]) == want
+
+
+def test_an_engine_with_an_eviction_policy():
+    """NewestFirst forgets the prompt that was cached last, so that the older one is hit."""
+    hits = []
+    for policy in ("fcfs", NewestFirst()):
+        llm = engine(backend=BACKENDS[0], scheduling_policy=policy, num_gpu_blocks_override=12, max_model_len=80)
+        one = GREEDY.clone(max_tokens=1)
+        for prompt in ([1] * 44, [2] * 40, [3] * 40):
+            llm.generate(prompt, one, use_tqdm=False)
+        (output,) = llm.generate([1] * 44, one, use_tqdm=False)
+        hits.append(output.num_cached_tokens)
+    assert hits[0] < hits[1] == 40
+
+
+@pytest.mark.parametrize("policy", ["lifo", 3, "no.py:Mine"])
+def test_a_wrong_policy_is_refused_by_name(policy):
+    with pytest.raises(ValueError, match="scheduling_policy"):
+        engine(scheduling_policy=policy)
+
+
+def test_a_family_is_taken_in_whole_or_not_at_all():
+    """The rank of the second of n raises: nobody is left, and the engine goes on."""
+
+    class Picky:
+        wrong = True
+
+        def rank(self, request):
+            return 1 // (1 - request.index) if self.wrong else 0
+
+    policy = Picky()
+    llm = engine(backend=BACKENDS[0], scheduling_policy=policy)
+    for call in (
+        lambda: llm.add_request("a", PROMPTS[0], GREEDY.clone(n=2, temperature=1.0)),
+        lambda: llm.generate([PROMPTS[1], PROMPTS[0]], [GREEDY, GREEDY.clone(n=2, temperature=1.0)], use_tqdm=False),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert not llm.scheduler.alive and not llm.has_unfinished_requests() and not llm.scheduler.waiting
+        assert not llm.processor.families
+    policy.wrong = False
+    llm.add_request("a", PROMPTS[0], GREEDY.clone(n=2, temperature=1.0))
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def test_a_log_wants_its_policy_back(tmp_path):
+    """A policy from a file is found again; an object is named, and a replay without it is refused."""
+    (tmp_path / "mine.py").write_text(FROM_FILE)
+    of_tiny = {"model": spec_of(TINY), "weights": numpy_weights(TINY)}
+    for policy in (f"{tmp_path / 'mine.py'}:ShortestFirst", ShortestFirst()):
+        log = tmp_path / "steps.jsonl"
+        limits = {"num_gpu_blocks_override": 15, "max_model_len": 104}
+        llm = engine(backend=BACKENDS[0], scheduling_policy=policy, step_log=str(log), **limits)
+        tokens(llm, PROMPTS[:6])
+        assert llm.scheduler.num_preemptions
+        if not isinstance(policy, str):
+            with pytest.raises(ValueError, match="is of policy 'ShortestFirst': pass it"):
+                rerun(log)
+            with pytest.raises(ValueError, match="is of policy 'ShortestFirst': pass it"):
+                replay(log, **of_tiny)
+            assert rerun(log, policy).difference is None
+            assert replay(log, scheduling_policy=policy, **of_tiny).ok
+        else:
+            assert rerun(log).difference is None
+            assert replay(log, **of_tiny).ok
+    # first come, first served decides otherwise
+    lines = log.read_text().replace('"policy":"ShortestFirst"', '"policy":"fcfs"')
+    (tmp_path / "renamed").write_text(lines)
+    assert rerun(tmp_path / "renamed").difference is not None

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def load_object(where: str) -> Any:
-    """What FILE.py:NAME names; a class is called without arguments. Raises ValueError if there is no such thing."""
+def named_in_file(where: str) -> Any:
+    """What FILE.py:NAME names, as it is. Raises ValueError if there is no such thing."""
     file, _, name = where.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{where!r} is not FILE.py:NAME")
@@ -20,5 +20,10 @@ def load_object(where: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{where!r}: {file} has no {name}")
-    found = getattr(module, name)
+    return getattr(module, name)
+
+
+def load_object(where: str) -> Any:
+    """What FILE.py:NAME names; a class is called without arguments. Raises ValueError if there is no such thing."""
+    found = named_in_file(where)
     return found() if isinstance(found, type) else found

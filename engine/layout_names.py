@@ -1,0 +1,58 @@
+"""Cache layouts as text: a name of the table or FILE.py:NAME, and behind a colon what it is to be made with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from ..models.interface import CacheLayout
+from ..models.layouts import LAYOUTS
+from .checks import check_names
+from .user_code import named_in_file
+
+
+def layout_from(text: str, block_size: int) -> CacheLayout:
+    """The layout of "head_major", "NAME:field=value,field=value" or "FILE.py:NAME"; values are JSON.
+
+    Raises ValueError for a name that there is not, a field that it has not, or a value that it refuses.
+    """
+    name, _, last = text.rpartition(":")
+    given = {}
+    if "=" in last:
+        pairs = [pair.partition("=") for pair in last.split(",")]
+        given = {key.strip(): _value(text, value) for key, _, value in pairs}
+    else:
+        name = text
+    if ":" not in name and name not in LAYOUTS:
+        raise ValueError(
+            f"unknown layout {name!r}: choose one of {', '.join(LAYOUTS)}, FILE.py:NAME, or pass a CacheLayout"
+        )
+    kind: Any = named_in_file(name) if ":" in name else LAYOUTS[name]
+    if not isinstance(kind, type):
+        # a value that was made in the file: it has its block size
+        check_names(f"field of layout {name!r}", given, ())
+        return kind
+    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    if "block_size" not in known:
+        raise ValueError(f"layout {name!r} is no dataclass with a block_size")
+    known.remove("block_size")
+    check_names(f"field of layout {name!r}", given, known)
+    return kind(block_size=block_size, **given)
+
+
+def layout_text(layout: CacheLayout) -> str | None:
+    """What layout_from makes an equal layout of; None if it is not of the table."""
+    name = next((name for name, kind in LAYOUTS.items() if type(layout) is kind), None)
+    if name is None:
+        return None
+    values = {f.name: (getattr(layout, f.name), f.default) for f in fields(LAYOUTS[name]) if f.name != "block_size"}
+    set_ = [f"{key}={json.dumps(value)}" for key, (value, default) in values.items() if value != default]
+    return f"{name}:{','.join(set_)}" if set_ else name
+
+
+def _value(text: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError(f"layout {text!r}: {value!r} is no number, true, false or null") from None

@@ -1,0 +1,65 @@
+"""Layouts as text: the table's names, a user's file, and fields."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.engine.config import engine_config
+from octavo.engine.layout_names import layout_from, layout_text
+from octavo.models.layouts import LAYOUTS
+
+MINE = """
+from dataclasses import dataclass
+from octavo.models.layouts import TokenMajor
+
+@dataclass(frozen=True)
+class Mine(TokenMajor):
+    size: int = 3
+
+made = Mine(8, 5)
+
+class Bare:
+    pass
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path / 'mine.py'}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_name_and_its_text(name):
+    assert layout_from(name, 8) == LAYOUTS[name](8)
+    assert layout_text(LAYOUTS[name](8)) == name
+
+
+def test_a_layout_from_a_file(mine):
+    made = engine_config("m", layout=f"{mine}:Mine:size=4", block_size=8).layout
+    assert (made.block_size, made.size) == (8, 4)
+    assert engine_config("m", layout=f"{mine}:Mine").layout.block_size == 16
+    assert engine_config("m", layout=f"{mine}:made").layout.size == 5
+    assert layout_text(made) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("diagonal", "unknown layout 'diagonal'"),
+        ("token_major:size=3", "field of layout 'token_major' 'size'"),
+        ("token_major:block_size=8", "field of layout 'token_major' 'block_size'"),
+        ("no.py:Mine", "there is no file no.py"),
+        ("head_major:size=x", "'x' is no number"),
+    ],
+)
+def test_a_wrong_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        layout_from(text, 8)
+
+
+def test_a_class_that_is_no_layout_is_refused(mine):
+    with pytest.raises(ValueError, match="is no dataclass with a block_size"):
+        layout_from(f"{mine}:Bare", 8)
+    with pytest.raises(ValueError, match="field of layout"):
+        layout_from(f"{mine}:made:size=3", 8)
