@@ -154,14 +154,8 @@ class Runner:
             ("groups", self.specs.groups),
         ):
             backend.declare(name, specs)
-        forward, forward_all = (
-            partial(f, model=model, layout=layout, max_num_seqs=max_num_seqs) for f in (step.forward, step.forward_all)
-        )
+        self.use(model, layout)
         head, compile = partial(step.head, model=model), backend.compile
-        self.forward = compile(forward, ("weights", "cache", "inputs"), ("hidden", "cache"), "cache")
-        self.forward_all = compile(
-            forward_all, ("weights", "cache", "inputs"), ("hidden", "rows_of_all", "cache"), "cache"
-        )
         self.head = compile(head, *HEAD)
         self.processors, self.num_late_processors = tuple(processors), 0
         self.head_with_processors = self._compile_processors()
@@ -171,6 +165,15 @@ class Runner:
         # of requests that are alive, by id: whoever has them drops them
         self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
+
+    def use(self, model: ModelSpec, layout: CacheLayout) -> None:
+        """Compiles the forward programs of a model, or of one that differs from it in its functions alone."""
+        args, compile = ("weights", "cache", "inputs"), self.backend.compile
+        given = {"model": model, "layout": layout, "max_num_seqs": self.scratch}
+        self.model, self.layout = model, layout
+        self.forward = compile(partial(step.forward, **given), args, ("hidden", "cache"), "cache")
+        outs = ("hidden", "rows_of_all", "cache")
+        self.forward_all = compile(partial(step.forward_all, **given), args, outs, "cache")
 
     def register(self, processor: LogitsProcessor) -> None:
         """Lets requests select one more. The head that holds them all is compiled anew when a request selects one."""

@@ -5,32 +5,33 @@ from __future__ import annotations
 import numpy as np
 
 from ..plan import Chunk
-from ..runner import Runner
+from .subjects import CachedSubject
 
 APART = 1e-3  # relative to the greatest number of the block; content that was computed twice is far nearer
 
 
-def wrong_entry(found: Runner, wanted: Runner, layer: int, chunk: Chunk) -> str | None:
-    """The first entry of a chunk's block table that is not the other runner's; both have had the same plans."""
-    g = next(g for g, group in enumerate(found.model.groups) if layer in group.layers)
-    here, there = (r.tables[g][chunk.row] for r in (found, wanted))
-    for j, (a, b) in enumerate(zip(here, there, strict=True)):
+def wrong_entry(found: CachedSubject, wanted: CachedSubject, layer: int, chunk: Chunk) -> str | None:
+    """The first entry of a chunk's block table that is not the other's; both have had the same plans."""
+    here, there = (s.table(layer, chunk.row) for s in (found, wanted))
+    for j, (a, b) in enumerate(zip(here, there)):
         if a != b:
             return f"block {j} of the sequence: the block table has {a}, and should have {b}"
     return None
 
 
-def wrong_content(found: Runner, wanted: Runner, layer: int, chunk: Chunk) -> str | None:
-    """The first block of a chunk's sequence that holds other keys or values than the other runner's.
+def wrong_content(found: CachedSubject, wanted: CachedSubject, layer: int, chunk: Chunk, block_size: int) -> str | None:
+    """The first block of a chunk's sequence that holds other keys or values than the other's.
 
     Of the last block only what is written counts, so it is compared if full.
     """
-    g, i = next((g, x.layers.index(layer)) for g, x in enumerate(found.model.groups) if layer in x.layers)
-    mine, theirs = (r.backend.read_tree(r.cache.groups[g][i]) for r in (found, wanted))
-    for j, block in enumerate(found.tables[g][chunk.row][: (chunk.start + chunk.num_tokens) // found.block_size]):
-        # the null block stands for what a window has forgotten
-        for name in theirs if block else ():
-            error = _apart(mine[name][block], theirs[name][block])
+    table = found.table(layer, chunk.row)[: (chunk.start + chunk.num_tokens) // block_size]
+    # the null block stands for what a window has forgotten
+    places = [j for j, block in enumerate(table) if block]
+    blocks = [table[j] for j in places]
+    mine, theirs = (s.content(layer, blocks) for s in (found, wanted))
+    for i, (j, block) in enumerate(zip(places, blocks, strict=True)):
+        for name in theirs:
+            error = _apart(mine[name][i], theirs[name][i])
             if error > APART:
                 return f"block {j} of the sequence (physical {block}) holds other {name!r}: relative error {error:.1e}"
     return None

@@ -146,11 +146,15 @@ def crosscheck(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="An alias, a folder or a .gguf file.")] = "smollm2",
     against: Annotated[
-        str, typer.Option(help="oracle, hf, or backend:attention; the first decides what is run.")
+        str, typer.Option(help="oracle, hf, backend:attention, or FILE.py:NAME; the first decides what is run.")
     ] = "oracle,torch:reference,torch:cpu",
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be repeated.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated behind each prompt.")] = 8,
     free_running: Annotated[bool, typer.Option(help="Also let each go on from its own tokens.")] = True,
+    separate: Annotated[
+        bool | None, typer.Option(help="A process each; by default where several array libraries are needed.")
+    ] = None,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="Errors of each layer, not only the worst.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -166,23 +170,26 @@ def crosscheck(
             prompts=prompts,
             max_tokens=max_tokens,
             free_running=free_running,
+            separate=separate,
             **engine_arguments(context.args),
         )
         if as_json:
             print(json.dumps([c.to_json() for c in found]))
         else:
-            _show_comparisons(found)
+            _show_comparisons(found, by_layer)
         if not all(c.ok for c in found):
             raise typer.Exit(1)
 
 
-def _show_comparisons(found: Any) -> None:
-    """Faults first, a line each; then the implementations; then the errors of each op, the worst of all layers."""
-    for c in found:
-        print(f"{c.name}: {c.fault or f'agrees with {c.reference}'}")
+def _show_comparisons(found: Any, by_layer: bool) -> None:
+    """Faults first, a line each; then the implementations; then the errors of each op."""
+    for c in sorted(found, key=lambda c: c.ok):
+        print(f"{c.name}: {c.verdict}")
     names = {"name": "name", "num_tokens": "tokens", "num_agreeing": "equal", "num_ties": "ties"}
     names |= {"free_agreement": "free", "mean_kl": "mean KL", "max_kl": "max KL"}
     rows = [c.to_json() for c in found]
     show([{new: row[old] for old, new in names.items()} for row in rows], False, title=f"against {found[0].reference}")
+    which = "" if by_layer else ", the worst of all layers"
     for c in found:
-        show(c.by_op(), False, title=f"{c.name}: errors by op, the worst of all layers")
+        title = f"{c.name}: greatest errors by op{which}, and % of numbers so many ULPs apart"
+        show(c.by_layer() if by_layer else c.by_op(), False, title=title)

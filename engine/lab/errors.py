@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 TINY = 1e-30
 ULP_BINS = 32  # 0, 1, 2-3, 4-7 ... : bin i holds distances of i bits
+COLUMNS = (0, 1, 4, 7, 11)  # bins with which the columns of a printed histogram begin
 
 
 @dataclass
@@ -31,14 +33,16 @@ class Error:
         self.ulps.update(ulp_bits(found, wanted))
         return rel_T
 
-    def ulp_summary(self) -> str:
-        """The distances that half of the numbers, 99 in 100, and all of them do not exceed."""
-        total, seen, marks = self.ulps.total(), 0, []
-        for bits, count in sorted(self.ulps.items()):
-            seen += count
-            while len(marks) < 3 and seen >= (0.5, 0.99, 1.0)[len(marks)] * total:
-                marks.append(str((1 << bits) - 1))
-        return " / ".join(marks)
+    def histogram(self) -> dict[str, str]:
+        """The parts, in %, of numbers that are 0, 1 to 7, 8 to 63 ... units of the last place apart."""
+        total, ends = max(1, self.ulps.total()), (*COLUMNS, ULP_BINS + 1)
+        parts = {}
+        for first, behind in pairwise(ends):
+            count = sum(self.ulps[bits] for bits in range(first, behind))
+            low, high = (1 << first) // 2, (1 << behind - 1) - 1
+            name = str(low) if low == high else f"{low}-" + (str(high) if behind <= ULP_BINS else "")
+            parts[name] = "" if not count else "<1" if 100 * count < total else f"{100 * count // total}"
+        return parts
 
     def to_json(self) -> dict[str, Any]:
         total = max(1, self.ulps.total())

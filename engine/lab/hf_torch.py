@@ -19,7 +19,7 @@ class HfSubject:
     transformers puts the final norm on the rows of the last layer; the logits stand for them.
     """
 
-    name, dtype = "hf", "float32"
+    name, dtype, has_cache = "hf", "float32", False
 
     def __init__(self, model: Any):
         try:

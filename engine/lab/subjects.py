@@ -1,4 +1,4 @@
-"""What a cross-check compares: implementations that can be shown a step, told its tokens, and let run freely."""
+"""What a cross-check compares: implementations that can be shown a step, here or in a process of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..config import engine_config
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..step_log import Entry
+from ..user_code import named_in_file
 from .numpy_backend import NumpyBackend
+from .remote import Remote
 from .replay import Teller
 
 EVERYTHING = ("*",)
@@ -23,7 +25,14 @@ class Subject(Protocol):
     """What is compared: it can be shown a step, told its tokens, and let run freely."""
 
     name: str
-    dtype: str
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there are block tables and a cache to look into."""
+        ...
 
     def learn(self, sequences: dict[str, list[int]]) -> None:
         """Makes ready to be shown the steps of these sequences, known by request id."""
@@ -38,12 +47,33 @@ class Subject(Protocol):
         ...
 
 
+class CachedSubject(Subject, Protocol):
+    """One that has a cache like an engine's, and a scheduler."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def lead(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[Entry], dict[str, list[int]]]:
+        """Runs the prompts to their end: the steps that were made, and the tokens of each request."""
+        ...
+
+    def table(self, layer: int, row: int) -> list[int]:
+        """The block table of a row, in the cache group of a layer."""
+        ...
+
+    def content(self, layer: int, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        """What these blocks of a layer hold, by array: [len(blocks), ...]."""
+        ...
+
+
 class EngineSubject:
     """An implementation of ours: an engine's parts. The taps come out of its compiled steps."""
 
+    has_cache = True
+
     def __init__(self, name: str, parts: Parts):
         self.name, self.parts, self.runner, self.dtype = name, parts, parts.runner, parts.config.dtype
-        self.teller = Teller(parts.runner)
+        self.block_size, self.teller = parts.runner.block_size, Teller(parts.runner)
         compile = parts.backend.compile
         self.logits = compile(_logits(parts.model), ("weights", "hidden"), ("logits", "hidden"), "hidden")
 
@@ -61,6 +91,18 @@ class EngineSubject:
         count = sum(c.num_tokens for c in step.plan.chunks)
         return {name: read(x)[:count] for name, x in hidden.rows.items() if name != "last"}, read(logits)[at]
 
+    def table(self, layer: int, row: int) -> list[int]:
+        return self.runner.tables[self._home(layer)[0]][row].tolist()
+
+    def content(self, layer: int, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        g, i = self._home(layer)
+        held = self.runner.backend.read_tree(self.runner.cache.groups[g][i])
+        return {name: x[list(blocks)] for name, x in held.items()}
+
+    def _home(self, layer: int) -> tuple[int, int]:
+        """The cache group of a layer, and its place in it."""
+        return next((g, x.layers.index(layer)) for g, x in enumerate(self.runner.model.groups) if layer in x.layers)
+
     def run(self, requests: Sequence[Request]) -> Iterator[Entry]:
         """Runs requests to their end, one step at a time from an empty cache, and yields what each step was."""
         scheduler = self.parts.scheduler
@@ -75,14 +117,57 @@ class EngineSubject:
             scheduler.update(plan, tokens)
             yield Entry(plan, tokens, None)
 
-    def free_run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    def lead(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[Entry], dict[str, list[int]]]:
         requests = [make_request(i, prompt, max_tokens) for i, prompt in enumerate(prompts)]
-        for _ in self.run(requests):
-            pass
-        return [r.output for r in requests]
+        steps = list(self.run(requests))
+        return steps, {r.id: r.tokens for r in requests}
+
+    def free_run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        _, sequences = self.lead(prompts, max_tokens)
+        return [sequences[str(i)][len(prompt) :] for i, prompt in enumerate(prompts)]
+
+
+class RemoteSubject:
+    """A subject in a process of its own."""
+
+    def __init__(self, name: str, model: Any, weights: Any, options: dict[str, Any]):
+        self.name, self.remote = name, Remote(make_subject, name, model, weights, options)
+
+    @property
+    def dtype(self) -> str:
+        return self.remote.call("dtype")
+
+    @property
+    def block_size(self) -> int:
+        return self.remote.call("block_size")
+
+    @property
+    def has_cache(self) -> bool:
+        return self.remote.call("has_cache")
+
+    def lead(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[Entry], dict[str, list[int]]]:
+        return self.remote.call("lead", prompts, max_tokens)
+
+    def learn(self, sequences: dict[str, list[int]]) -> None:
+        self.remote.call("learn", sequences)
+
+    def look(self, step: Entry) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        return self.remote.call("look", step)
+
+    def free_run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        return self.remote.call("free_run", prompts, max_tokens)
+
+    def table(self, layer: int, row: int) -> list[int]:
+        return self.remote.call("table", layer, row)
+
+    def content(self, layer: int, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        return self.remote.call("content", layer, blocks)
 
 
 def make_subject(name: str, model: Any, weights: Any, options: dict[str, Any]) -> Subject:
+    """The implementation of that name: oracle, hf, backend:attention, or what a user's FILE.py:NAME makes."""
+    if is_users(name):
+        return _users_subject(name, model, weights, options)
     backend, _, attention = name.partition(":")
     if name == "hf":
         from .hf_torch import HfSubject
@@ -91,10 +176,32 @@ def make_subject(name: str, model: Any, weights: Any, options: dict[str, Any]) -
     if name == "oracle":
         config = engine_config(model, **{k: v for k, v in options.items() if k not in ("dtype", "device")})
         return EngineSubject(name, build(config, weights, NumpyBackend()))
-    if backend not in ("jax", "torch"):
-        raise ValueError(f"{name!r} is no implementation: use oracle, hf, or jax or torch with :attention")
+    check_name(name)
     config = engine_config(model, backend=backend, attention=attention or "auto", **options)
     return EngineSubject(name, build(config, weights))
+
+
+def is_users(name: str) -> bool:
+    """Whether it is FILE.py:NAME."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name of which nothing can be made."""
+    if name not in ("hf", "oracle") and name.partition(":")[0] not in ("jax", "torch") and not is_users(name):
+        raise ValueError(f"{name!r} is no implementation: use oracle, hf, jax or torch with :attention, FILE.py:NAME")
+
+
+def _users_subject(name: str, model: Any, weights: Any, options: dict[str, Any]) -> Subject:
+    def make(of: str, **changes: Any) -> Subject:
+        check_name(of)
+        return make_subject(of, model, weights, options | changes)
+
+    subject = named_in_file(name)(make)
+    if not hasattr(subject, "look"):
+        raise ValueError(f"{name} returns {subject!r}, which is nothing that make() makes")
+    subject.name = name
+    return subject
 
 
 def make_request(i: int, prompt: Sequence[int], max_tokens: int) -> Request:

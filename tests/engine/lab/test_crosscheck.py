@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from backends import BACKENDS
 from embedded import embedded_model
-from tiny import PROMPTS, SHARED, TINY, numpy_weights, spec_of
+from tiny import GREEDY, PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of, tokens
 
-from octavo.engine.lab import crosscheck as module
-from octavo.engine.lab.crosscheck import Comparison, EngineSubject, crosscheck
+from octavo.engine.lab.crosscheck import Comparison, crosscheck, several_libraries
 from octavo.engine.lab.errors import Error, kl_divergence, ulp_bits
+from octavo.engine.lab.plant import change_layer, change_plans
+from octavo.engine.lab.subjects import make_subject
+from octavo.engine.plan import Plan, Transfer
 
 SOME = [SHARED + [3, 4], [1, 5, 9, 2], PROMPTS[3], SHARED + [3, 9]]
 LAYERS = 4
@@ -36,6 +43,10 @@ def test_an_implementation_agrees_with_the_oracle(backend):
     # it is fp32 that is compared, not the oracle with itself
     assert all(0 < e.max_rel < 2e-5 for name, e in found.ops.items() if name != "embed")
     assert all(e.ulps.total() for e in found.ops.values())
+    assert found.verdict == "agrees with oracle"
+    assert [row["op"] for row in found.by_op()][:3] == ["embed", "attn_norm", "qkv"]
+    rows = found.by_layer()
+    assert len(rows) == len(found.ops) and [r["layer"] for r in rows[1 : 1 + OPS]] == [0] * OPS
 
 
 def test_the_reference_is_the_first_without_an_oracle():
@@ -44,134 +55,145 @@ def test_the_reference_is_the_first_without_an_oracle():
     assert (found.name, found.reference, found.ok) == (other, reference, True)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[EngineSubject], None]) -> None:
-    """Has `fault` break every subject that is not the oracle."""
-    made = module.make_subject
+def wrong_rope(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(w: Any, cache: Any, x: Any, step: Any, *rest: Any) -> Any:
+        ropes = {name: replace(r, cos_TD=r.cos_TD * 0.98) for name, r in step.ropes.items()}
+        return layer(w, cache, x, replace(step, ropes=ropes), *rest)
 
-    def broken(name: str, *args: Any) -> EngineSubject:
-        subject = made(name, *args)
-        assert isinstance(subject, EngineSubject)
-        if name != "oracle":
-            fault(subject)
+    return wrong
+
+
+def wrong_epsilon(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: layer(*args, eps=1e-4)
+
+
+def wrong_scale(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any) -> Any:
+        *start, spec, ops, layout = args
+        return layer(*start, replace(spec, scale=spec.scale * 1.01), ops, layout)
+
+    return wrong
+
+
+def breaking(n: int, change: Callable[..., Any], backend: str = BACKENDS[0]) -> Callable[..., Any]:
+    """What a user's file has: makes an implementation, and changes a layer of it."""
+
+    def broken(make: Callable[..., Any]) -> Any:
+        subject = make(f"{backend}:reference")
+        change_layer(subject, n, change)
         return subject
 
-    monkeypatch.setattr(module, "make_subject", broken)
+    return broken
 
 
-def break_layer(subject: EngineSubject, n: int, change: Callable[..., Any]) -> None:
-    """Replaces the layer function in layer n: change(layer, args) -> what it returns."""
-    layer = subject.parts.model.layer
-    at = iter(range(1 << 30))
-
-    def counted(*args: Any) -> Any:
-        return change(layer, args) if next(at) % LAYERS == n else layer(*args)
-
-    rebuild(subject, replace(subject.parts.model, layer=counted))
+# found by name: this file is a user's
+rope_of_2, epsilon_of_1, scale_of_3 = breaking(2, wrong_rope), breaking(1, wrong_epsilon), breaking(3, wrong_scale)
+rope_of_2_last, epsilon_of_1_last, scale_of_3_last = (
+    breaking(2, wrong_rope, BACKENDS[-1]), breaking(1, wrong_epsilon, BACKENDS[-1]),
+    breaking(3, wrong_scale, BACKENDS[-1]),
+)  # fmt: skip
 
 
-def rebuild(subject: EngineSubject, model: Any) -> None:
-    """Compiles the runner's forward programs for another ModelSpec."""
-    from functools import partial
-
-    from octavo.models import step
-
-    r = subject.runner
-    layout = subject.parts.layout
-    forward, forward_all = (
-        partial(f, model=model, layout=layout, max_num_seqs=r.scratch) for f in (step.forward, step.forward_all)
-    )
-    compile = r.backend.compile
-    r.forward = compile(forward, ("weights", "cache", "inputs"), ("hidden", "cache"), "cache")
-    r.forward_all = compile(forward_all, ("weights", "cache", "inputs"), ("hidden", "rows_of_all", "cache"), "cache")
-
-
-def wrong_rope(layer: Callable[..., Any], args: tuple) -> Any:
-    w, cache, x, step, spec, *rest = args
-    ropes = {name: replace(r, cos_TD=r.cos_TD * 0.98) for name, r in step.ropes.items()}
-    return layer(w, cache, x, replace(step, ropes=ropes), spec, *rest)
-
-
-def wrong_epsilon(layer: Callable[..., Any], args: tuple) -> Any:
-    return layer(*args, eps=1e-4)
-
-
-def wrong_scale(layer: Callable[..., Any], args: tuple) -> Any:
-    *start, spec, ops, layout = args
-    return layer(*start, replace(spec, scale=spec.scale * 1.01), ops, layout)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", ["", "_last"], ids=[BACKENDS[0], f"{BACKENDS[-1]}-last"])
 @pytest.mark.parametrize(
-    ("n", "change", "op"),
-    [(2, wrong_rope, "rope"), (1, wrong_epsilon, "attn_norm"), (3, wrong_scale, "attention")],
+    ("name", "n", "op"),
+    [("rope_of_2", 2, "rope"), ("epsilon_of_1", 1, "attn_norm"), ("scale_of_3", 3, "attention")],
     ids=["rope", "epsilon", "scale"],
 )
-def test_a_fault_is_named_by_layer_and_op(monkeypatch, backend, n, change, op):
-    plant(monkeypatch, lambda subject: break_layer(subject, n, change))
-    (found,) = check("oracle", f"{backend}:reference", prompts=SOME[:1], free_running=False)
+def test_a_fault_is_named_by_layer_and_op(name, n, op, which):
+    (found,) = check("oracle", f"{__file__}:{name}{which}", prompts=SOME[:1], free_running=False)
     assert not found.ok and found.fault is not None
     assert (found.fault.layer, found.fault.op) == (n, op)
-    assert str(found.fault).startswith(f"layer {n}, {op}: relative error")
+    assert found.verdict.startswith(f"layer {n}, {op}: relative error")
 
 
-def test_a_wrong_entry_of_a_block_table_is_named(monkeypatch):
-    def fault(subject: EngineSubject) -> None:
-        runner, write = subject.runner, subject.runner._write_tables
+def wrong_block(make: Callable[..., Any]) -> Any:
+    """Of the first request's table, block 2 becomes block 1."""
 
-        def wrong(writes: Any) -> None:
-            write(writes)
-            for w in writes:
-                # of the first request's table: block 2 becomes block 1
-                if (w.group, w.row, w.index) == (0, 0, 0) and len(w.blocks) > 3:
-                    runner.tables[0][0, 2] = w.blocks[1]
+    def change(plan: Plan) -> Plan:
+        writes = [
+            replace(w, blocks=(*w.blocks[:2], w.blocks[1], *w.blocks[3:]))
+            if (w.group, w.row, w.index) == (0, 0, 0) and len(w.blocks) > 3
+            else w
+            for w in plan.table_writes
+        ]
+        return replace(plan, table_writes=tuple(writes))
 
-        runner._write_tables = wrong
+    subject = make(f"{BACKENDS[0]}:reference")
+    change_plans(subject, change)
+    return subject
 
-    plant(monkeypatch, fault)
-    (found,) = check("oracle", f"{BACKENDS[0]}:reference", prompts=SOME[:1], free_running=False)
+
+def stale_block(make: Callable[..., Any]) -> Any:
+    """The last block that a request hits holds what its first does."""
+    subject = make(f"{BACKENDS[0]}:reference")
+
+    def change(plan: Plan) -> Plan:
+        stale = []
+        for a in plan.admitted:
+            table = next(w.blocks for w in plan.table_writes if (w.group, w.row, w.index) == (0, a.row, 0))
+            if a.num_computed:
+                stale.append(Transfer(0, table[0], table[a.num_computed // subject.block_size - 1]))
+        return replace(plan, transfers=plan.transfers + tuple(stale))
+
+    change_plans(subject, change)
+    return subject
+
+
+def test_a_wrong_entry_of_a_block_table_is_named():
+    (found,) = check("oracle", f"{__file__}:wrong_block", prompts=SOME[:1], free_running=False)
     assert found.fault is not None and found.fault.block is not None
     assert (found.fault.layer, found.fault.op) == (0, "rope.k")
     assert found.fault.block == "block 2 of the sequence: the block table has 2, and should have 3"
 
 
-def test_a_stale_last_block_of_a_hit_is_named(monkeypatch):
-    """The last block that a request hits holds, on one side, what was there before."""
-
-    def fault(subject: EngineSubject) -> None:
-        runner, admit = subject.runner, subject.runner._admit
-
-        def stale(admitted: Any) -> None:
-            admit(admitted)
-            for a in admitted:
-                if a.num_computed:
-                    last = runner.tables[0][a.row, a.num_computed // runner.block_size - 1]
-                    assert last == 0
-            marked.extend(a for a in admitted if a.num_computed)
-
-        marked: list[Any] = []
-        write = runner._write_tables
-
-        def then_stale(writes: Any) -> None:
-            write(writes)
-            for a in marked:
-                block = int(runner.tables[0][a.row, a.num_computed // runner.block_size - 1])
-                for layer in runner.cache.groups[0]:
-                    layer["k"][block] = 0.5
-            marked.clear()
-
-        runner._admit, runner._write_tables = stale, then_stale
-
-    if "torch" not in BACKENDS:
-        pytest.skip("writes into torch's cache in place")
-    import torch
-
-    plant(monkeypatch, fault)
-    with torch.inference_mode():
-        (found,) = check("oracle", "torch:reference", prompts=[SOME[0], SOME[3], SOME[0]], free_running=False,
-                         max_num_seqs=1)  # fmt: skip
+def test_a_stale_last_block_of_a_hit_is_named():
+    (found,) = check(
+        "oracle", f"{__file__}:stale_block", prompts=[SOME[0], SOME[3]], free_running=False, max_num_seqs=1
+    )
     assert found.fault is not None and found.fault.block is not None
-    assert (found.fault.layer, found.fault.op) == (0, "attention")
+    assert (found.fault.layer, found.fault.op, found.fault.request_id) == (0, "attention", "1")
     assert found.fault.block.startswith("block 4 of the sequence")
+
+
+def test_processes_of_their_own_find_the_same():
+    """Each implementation is made there, shown the steps, and asked for its tables and blocks."""
+    names = "oracle", f"{BACKENDS[0]}:reference", f"{__file__}:wrong_block"
+    assert several_libraries(names) and not several_libraries(names[:2])
+    options: dict[str, Any] = {"prompts": SOME[:1], "max_tokens": 2}
+    right, wrong = check(*names, separate=True, **options)
+    assert right.ok and right.free_agreement == 1.0
+    here = check(*names, separate=False, **options)[1]
+    assert wrong.fault == here.fault and wrong.fault is not None and wrong.fault.block is not None
+    assert wrong.to_json() == here.to_json()
+
+
+def test_errors_of_a_process_are_told():
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.py"):
+        check("oracle", "nowhere.py:broken", separate=True)
+
+
+def test_what_a_users_file_returns_must_be_a_subject(tmp_path):
+    (tmp_path / "mine.py").write_text("def nothing(make):\n    return 3\n")
+    with pytest.raises(ValueError, match="returns 3"):
+        check("oracle", f"{tmp_path}/mine.py:nothing", separate=False)
+
+
+def test_a_layer_that_is_not_there_cannot_be_changed():
+    subject = make_subject(f"{BACKENDS[0]}:reference", spec_of(TINY), numpy_weights(TINY), {"max_model_len": 32})
+    with pytest.raises(ValueError, match="layers 0 to 3"):
+        change_layer(subject, 4, wrong_rope)
+
+
+def test_a_changed_layer_is_changed_in_every_program():
+    """Not only where taps are asked for: the greedy tokens are other ones."""
+    few = replace(GREEDY, max_tokens=3)
+    for backend in BACKENDS:
+        llm = engine(backend=backend)
+        before = tokens(llm, PROMPTS[:1], few)
+        change_layer(llm, 1, lambda layer: lambda *args: (args[2] * 0, layer(*args)[1]))
+        llm.reset_prefix_cache()
+        assert tokens(llm, PROMPTS[:1], few) != before
 
 
 def test_what_cannot_be_compared_is_refused():
@@ -190,6 +212,9 @@ def test_errors_are_what_they_say():
     one = np.array([1.0, 1.0, 1.0, -1e-45, 0.0], np.float32)
     other = np.array([1.0, np.nextafter(np.float32(1), np.float32(2)), 1.0 + 5 * 2**-23, 1e-45, -0.0], np.float32)
     assert ulp_bits(one, other) == {0: 2, 1: 1, 2: 1, 3: 1}
+    error.ulps.clear()
+    error.ulps.update({0: 250, 2: 1, 3: 499, 10: 150, 11: 99, 32: 1})
+    assert error.histogram() == {"0": "25", "1-7": "50", "8-63": "", "64-1023": "15", "1024-": "10"}
 
 
 def test_kl_is_that_of_the_definition():
@@ -199,36 +224,47 @@ def test_kl_is_that_of_the_definition():
     np.testing.assert_allclose(kl_divergence(a, b), (p * np.log(p / q)).sum(-1))
 
 
-def break_rope_of_layer_7(subject: EngineSubject) -> None:
-    layer, at = subject.parts.model.layer, iter(range(1 << 30))
-
-    def counted(*args: Any) -> Any:
-        return wrong_rope(layer, args) if next(at) % 30 == 7 else layer(*args)
-
-    rebuild(subject, replace(subject.parts.model, layer=counted))
+FAULTS = Path(__file__).parents[3] / "examples" / "faults.py"
 
 
 @pytest.mark.slow
-def test_a_wrong_rope_in_smollm2_is_named_on_the_command_line(monkeypatch, capsys):
-    """In the report's first line; transformers, beside it, is not accused."""
-    from typer.testing import CliRunner
-
-    from octavo.engine.cli import app
-
-    made = module.make_subject
-
-    def broken(name: str, *args: Any) -> Any:
-        subject = made(name, *args)
-        if name == "torch:cpu":
-            break_rope_of_layer_7(subject)
-        return subject
-
-    monkeypatch.setattr(module, "make_subject", broken)
-    command = ["crosscheck", str(embedded_model()), "--against", "oracle,torch:cpu,hf", "--no-free-running"]
-    run = CliRunner().invoke(
-        app, [*command, "--prompt", "The printer folded the sheet three times", "--max-tokens", "2"]
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="the faults are planted into both backends")
+@pytest.mark.parametrize(
+    ("fault", "options", "says"),
+    [
+        ("wrong_rope", "", "layer 7, rope: relative error"),
+        ("wrong_rope_jax", "", "layer 7, rope: relative error"),
+        ("wrong_epsilon", "", "layer 12, attn_norm: relative error"),
+        ("wrong_block", "", "block 2 of the sequence: the block table has"),
+        ("stale_block", "--max-num-seqs 1", "block 1 of the sequence"),
+    ],
+)
+def test_a_fault_in_smollm2_is_named_in_the_first_line_of_one_command(fault, options, says):
+    """The implementation beside it is not accused."""
+    beside = "torch:cpu" if fault == "wrong_rope_jax" else "torch:reference"
+    names = f"oracle,{beside},{FAULTS}:{fault}"
+    command = [sys.executable, "-m", "octavo.engine.cli", "crosscheck", str(embedded_model()), "--against", names]
+    started = time.monotonic()
+    run = subprocess.run(
+        [*command, "--no-free-running", "--max-tokens", "1", *options.split()], capture_output=True, text=True
     )
-    assert run.exit_code == 1, run.output
+    assert run.returncode == 1, run.stderr
     first, second, *_ = run.stdout.splitlines()
-    assert first.startswith("torch:cpu: layer 7, rope: relative error")
-    assert second == "hf: agrees with oracle"
+    assert first.startswith(f"{FAULTS}:{fault}: layer ") and says in first
+    assert second == f"{beside}: agrees with oracle"
+    assert time.monotonic() - started < 120
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="it names both backends")
+def test_six_implementations_of_smollm2_agree():
+    names = "jax:reference,jax:cpu,torch:reference,torch:cpu,hf,oracle"
+    command = [sys.executable, "-m", "octavo.engine.cli", "crosscheck", str(embedded_model()), "--against", names]
+    few = ["--max-tokens", "2", "--prompt", "The printer folded the sheet", "--json"]
+    run = subprocess.run([*command, *few], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = {c["name"]: c for c in json.loads(run.stdout)}
+    assert list(found) == names.split(",")[:-1] and all(c["ok"] and c["reference"] == "oracle" for c in found.values())
+    assert all(c["free_agreement"] == 1 and c["max_kl"] < 1e-6 for c in found.values())
+    # of transformers the rows between layers; of ours every op of every layer
+    assert [len(c["ops"]) for c in found.values()] == [30 * OPS + 2] * 4 + [30]
