@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .attention import AttentionOp
+from .experts import experts
 from .noise import digest, gumbel
 from .tally import tally
 
@@ -188,6 +189,27 @@ class JaxOps:
         """silu(gate) * up, where x holds gate and up along its second axis."""
         gate_TF, up_TF = x_TXF[:, 0].astype(jnp.float32), x_TXF[:, 1].astype(jnp.float32)
         return (jax.nn.silu(gate_TF) * up_TF).astype(x_TXF.dtype)
+
+    def route(self, fn: Callable, logits_TX: jax.Array, routing: Any, bias_X: Any) -> tuple[jax.Array, jax.Array]:
+        """fn(logits, routing, bias, ops): (weights [T, C], experts [T, C]) of each token."""
+        return fn(logits_TX, routing, bias_X, self)
+
+    def moe(
+        self, x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array,
+        *, add: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
+
+        Experts may be shared out over "experts", and the inside of each over "expert_mlp".
+        """
+        if self.shards("experts"):
+            here = gate_up_XEXF.shape[0]
+            local_TC = ids_TC - self.axis_index("experts") * here
+            ids_TC = jnp.where((local_TC >= 0) & (local_TC < here), local_TC, here)
+        y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, mode=self.mode)
+        y_TE = self.psum(y_TE, "experts", "expert_mlp").astype(x_TE.dtype)
+        y_TE = self.constrain(y_TE, (None, None), (None, None))
+        return y_TE if add is None else add + y_TE
 
     def rope_table(self, positions_T: jax.Array, inv_freq_D: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(cos, sin) of position times frequency, float32."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from . import noise, xp
 from .attention import IMPLEMENTATIONS, Implementation, choose
+from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
@@ -134,6 +135,26 @@ class TorchOps:
         if fused and x_TXF.is_cuda:
             return fused.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
+
+    def route(self, fn: Callable, logits_TX: Tensor, routing: Any, bias_X: Tensor | None) -> tuple[Tensor, Tensor]:
+        """fn(logits, routing, bias, ops): (weights [T, C], experts [T, C]) of each token."""
+        return fn(logits_TX, routing, bias_X, self)
+
+    def moe(
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_XEXF: Tensor, down_XFE: Tensor,
+        *, add: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
+
+        Experts may be shared out over "experts", and the inside of each over "expert_mlp".
+        """
+        if self.shards("experts"):
+            here = len(gate_up_XEXF)
+            local_TC = ids_TC - self.axis_index("experts") * here
+            ids_TC = torch.where((local_TC >= 0) & (local_TC < here), local_TC, here)
+        y_TE = self.psum(experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE), "experts", "expert_mlp")
+        y_TE = y_TE.to(x_TE.dtype)
+        return y_TE if add is None else add + y_TE
 
     def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of position x frequency, fp32."""

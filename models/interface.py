@@ -2,7 +2,8 @@
 
 Letters: T tokens of a step, S sequences of a step, R rows (sequences) that are sampled, A rows that are admitted,
 L max_model_len, E embed, K kv heads, G query heads a kv head, D head dim, F mlp, V vocabulary, N blocks,
-P block size (tokens), B width of a block table, X a small fused axis (q..q k v, or gate and up).
+P block size (tokens), B width of a block table, X a small fused axis (q..q k v, or gate and up). Where there are
+experts: X experts, C chosen ones of a token.
 """
 
 from __future__ import annotations
@@ -143,6 +144,36 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How tokens find their experts. Static; `models/moe.py` reads it.
+
+    Scores are the softmax or the sigmoid of the router's logits. With groups, only the experts of the best ones can be
+    chosen; a group is as good as the sum of its `group_best` best scores.
+    """
+
+    num_chosen: int  # experts of a token
+    scoring: str = "softmax"  # or "sigmoid"
+    normalise: bool = False  # the weights of the chosen sum to 1
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1
+    num_top_groups: int = 1
+    group_best: int = 1
+    float32: bool = False  # logits are made in float32, whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What stands for the MLP in some layers: experts of which each token goes through a few."""
+
+    num_experts: int
+    expert_dim: int
+    layers: tuple[int, ...]
+    routing: Routing
+    shared_dim: int = 0  # of the expert that every token goes through; 0: there is none
+    shared_gate: bool = False  # whether that one has a gate
+
+
+@dataclass(frozen=True)
 class Part:
     """A checkpoint tensor and the einops pattern that brings it to our axes."""
 
@@ -152,9 +183,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Fuse:
-    """Parts concatenated along `axis` into one weight. The loader's only verb."""
+    """Parts, fused ones among them, concatenated along `axis` into one weight. The loader's only verb."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Part | Fuse, ...]
     axis: int = 0
 
 
@@ -193,6 +224,7 @@ class ModelSpec:
     norm: Callable[..., Array]
     unembed: Callable[..., Array]
     extra: Mapping[str, ArraySpec] = field(default_factory=dict)
+    mixture: Mixture | None = None  # of experts, if the model has one
 
 
 class CacheLayout(Protocol):

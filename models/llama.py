@@ -100,20 +100,20 @@ def qkv(w: dict, x_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
     return {"q": qkv_TKXD[:, :, :-2], "k": qkv_TKXD[:, :, -2], "v": qkv_TKXD[:, :, -1]}
 
 
-def layer(
-    w: dict, cache: LayerCache, x_TE: Array, step: Step, attention: AttentionSpec, ops: Any, layout: CacheLayout,
-    *, eps: float, qkv: Callable = qkv,
-) -> tuple[Array, LayerCache]:  # fmt: skip
-    a_TKGD, cache = layout.attention(ops, cache, qkv(w, x_TE, ops, eps), step, attention)
-    x_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads", add=x_TE)
-    return mlp(w, x_TE, ops, eps), cache
-
-
-def mlp(w: dict, x_TE: Array, ops: Any, eps: float) -> Array:
+def mlp(w: dict, x_TE: Array, step: Step, ops: Any, eps: float) -> Array:
     """x_TE, and added to it what the MLP makes of its norm."""
     norm = (w["mlp_norm"], eps)
     h_TF = linear(ops, "te,exf->txf", x_TE, w, "gate_up", out=(None, None, "mlp"), norm=norm, gate=True)
     return linear(ops, "tf,fe->te", h_TF, w, "down", out=(None, None), reduce="mlp", add=x_TE)
+
+
+def layer(
+    w: dict, cache: LayerCache, x_TE: Array, step: Step, attention: AttentionSpec, ops: Any, layout: CacheLayout,
+    *, eps: float, qkv: Callable = qkv, mlp: Callable = mlp,
+) -> tuple[Array, LayerCache]:  # fmt: skip
+    a_TKGD, cache = layout.attention(ops, cache, qkv(w, x_TE, ops, eps), step, attention)
+    x_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads", add=x_TE)
+    return mlp(w, x_TE, step, ops, eps), cache
 
 
 def norm(w: dict, x_TE: Array, ops: Any, *, eps: float) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .interface import Array
 
-TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act", "show")
+TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act", "show", "route")
 
 
 class Taps:
@@ -33,7 +33,8 @@ class TappedOps:
 
     An op on a weight has the weight's name ("layer.7.qkv"), another its own ("layer.7.attention"); what comes twice is
     "layer.7.rope" and then "layer.7.rope.#1". The sum that add_rms_norm makes is "residual"; of rope_write there are
-    "rope" (the queries) and, as they are found in the cache, "rope.k" and "rope.v".
+    "rope" (the queries) and, as they are found in the cache, "rope.k" and "rope.v"; of route "experts" (ids) and
+    "experts.weights".
     """
 
     def __init__(self, ops: Any, taps: Taps, prefix: str, weights: Mapping[str, Any]):
@@ -71,6 +72,12 @@ class TappedOps:
             self.taps.keep(name, total)
         return total
 
+    def moe(self, *args: Array, add: Array) -> Array:
+        """What the experts make of the rows, and the sum with what it is added to."""
+        y = self.ops.moe(*args, add=None)
+        self.taps.keep(f"{self.prefix}.moe", y)
+        return add + y
+
     def _parts(self, name: str, args: tuple, out: Any) -> list[tuple[str, Array]]:
         """What there is to keep of an op's result."""
         whose = [self.names[id(x)] for x in args if id(x) in self.names] or [name]
@@ -80,6 +87,8 @@ class TappedOps:
             return [("residual", out[0]), (whose[0], out[1])]
         if name == "qk_norm":
             return list(zip(whose, out, strict=True))
+        if name == "route":
+            return [("experts", out[1]), ("experts.weights", out[0])]
         if name == "rope_write":
             (q_TKGD, pools), (*_, order, step) = out, args
             at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])

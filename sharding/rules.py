@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 MeshAxes = str | tuple[str, ...] | None
-AXIS_NAMES = {"kv_heads": "num_kv_heads", "mlp": "mlp_dim", "vocab": "vocab_size"}
+AXIS_NAMES = {
+    "kv_heads": "num_kv_heads",
+    "mlp": "mlp_dim",
+    "vocab": "vocab_size",
+    "experts": "num_experts",
+    "expert_mlp": "expert_dim",
+}
 SIZE_NAMES = {"tp": "tensor_parallel_size"}
 
 
@@ -46,8 +52,11 @@ def as_tuple(names: MeshAxes) -> tuple[str, ...]:
 
 
 def tensor_parallel() -> ShardingRules:
-    """Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary."""
-    return ShardingRules({"kv_heads": "tp", "mlp": "tp", "vocab": "tp"})
+    """Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary.
+
+    An expert's inside is an axis of its own, so that experts can be shared out whole where other mlps are split.
+    """
+    return ShardingRules({"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"})
 
 
 def check_divides(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:

@@ -45,7 +45,8 @@ def hidden(model: ModelSpec, weights: dict[str, Any], ids: list[int]) -> list[np
     rows = [x := w["embed"][ids]]
     for layer, window in zip(w["layers"], c.windows or (None,) * c.num_layers, strict=True):
         x = x + attention(c, layer, norm(x, layer["attn_norm"], c.norm_eps), cos, sin, window)
-        x = x + mlp(layer, norm(x, layer["mlp_norm"], c.norm_eps))
+        h = norm(x, layer["mlp_norm"], c.norm_eps)
+        x = x + (experts(model.mixture, layer, h) if "router" in layer else mlp(layer, h))
         rows.append(x)
     return rows
 
@@ -82,6 +83,31 @@ def mlp(w: dict, x: np.ndarray) -> np.ndarray:
     if "gate_up_bias" in w:
         gate, up = gate + w["gate_up_bias"][0], up + w["gate_up_bias"][1]
     return gate / (1 + np.exp(-gate)) * up @ w["down"] + w.get("down_bias", 0)
+
+
+def experts(mixture: Any, w: dict, x: np.ndarray) -> np.ndarray:
+    """One token at a time, through one chosen expert at a time."""
+    out = np.zeros_like(x)
+    for t, row in enumerate(x):
+        for expert, weight in chosen(mixture.routing, w["router"] @ row, w.get("router_bias", 0)):
+            one = {"gate_up": w["experts_gate_up"][expert], "down": w["experts_down"][expert]}
+            out[t] += weight * mlp(one, row[None])[0]
+    if mixture.shared_dim:
+        gate = 1 / (1 + np.exp(-x @ w["shared_gate"].T)) if mixture.shared_gate else 1
+        out += gate * mlp({"gate_up": w["shared_gate_up"], "down": w["shared_down"]}, x)
+    return out
+
+
+def chosen(routing: Any, logits: np.ndarray, bias: Any) -> list[tuple[int, float]]:
+    """(expert, weight) of each expert that a token goes through."""
+    scores = 1 / (1 + np.exp(-logits)) if routing.scoring == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    groups = (scores + bias).reshape(routing.num_groups, -1)
+    goodness = [sorted(group)[-routing.group_best :] for group in groups]
+    best = sorted(range(routing.num_groups), key=lambda g: -sum(goodness[g]))[: routing.num_top_groups]
+    open_to_all = [g * groups.shape[1] + i for g in best for i in range(groups.shape[1])]
+    found = sorted(open_to_all, key=lambda i: -(scores + bias)[i])[: routing.num_chosen]
+    total = sum(scores[i] for i in found) if routing.normalise else 1
+    return [(i, routing.scale * scores[i] / total) for i in found]
 
 
 def norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:

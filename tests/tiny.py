@@ -48,6 +48,11 @@ def spec_of(config: llama.LlamaConfig) -> ModelSpec:
 @functools.cache
 def numpy_weights(config: llama.LlamaConfig, seed: int = 0, scale: float = 0.2) -> Any:
     """Random weights as numpy arrays, in the model's own tree."""
+    return weights_of(spec_of(config), seed, scale)
+
+
+def weights_of(model: ModelSpec, seed: int = 0, scale: float = 0.2) -> Any:
+    """The same of any model."""
     rng = np.random.default_rng(seed)
 
     def leaf(spec: Any, source: Any) -> np.ndarray:
@@ -56,7 +61,6 @@ def numpy_weights(config: llama.LlamaConfig, seed: int = 0, scale: float = 0.2) 
         x = np.ones(spec.shape) if spec.init == "ones" else rng.normal(0, scale, spec.shape)
         return x.astype(np.float32)
 
-    model = spec_of(config)
     return map_tree(leaf, model.weights, model.checkpoint)
 
 

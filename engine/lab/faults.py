@@ -16,7 +16,8 @@ NOISE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float64": 1e-3}
 NOISE_OF_NORM = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "float64": 2e-6}
 OPS_ORDER = (
     *("attn_norm", "qkv", "q_norm", "k_norm", "rope", "rope.k", "rope.v", "attention", "out"),
-    *("residual", "mlp_norm", "gate_up", "gated_mlp_act", "down"),
+    *("residual", "mlp_norm", "gate_up", "router", "experts", "experts.weights", "moe"),
+    *("shared_gate_up", "gated_mlp_act", "down", "shared_down", "shared_gate"),
 )
 
 

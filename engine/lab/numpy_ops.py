@@ -56,6 +56,21 @@ class NumpyOps:
         gate_TF = x_TXF[:, 0]
         return gate_TF / (1 + np.exp(-gate_TF)) * x_TXF[:, 1]
 
+    def route(self, fn: Callable, logits_TX: Array, routing: Any, bias_X: Array | None) -> tuple[Array, Array]:
+        return fn(logits_TX, routing, bias_X, self)
+
+    def moe(
+        self, x_TE: Array, weights_TC: Array, ids_TC: Array, gate_up_XEXF: Array, down_XFE: Array,
+        *, add: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Token by token and expert by expert. An id that no expert has adds nothing."""
+        out = np.zeros_like(x_TE) if add is None else add.copy()
+        for t, c in zip(*np.nonzero(ids_TC < len(down_XFE)), strict=True):
+            x = ids_TC[t, c]
+            h_1XF = np.einsum("te,exf->txf", x_TE[t : t + 1], gate_up_XEXF[x])
+            out[t] += weights_TC[t, c] * (self.gated_mlp_act(h_1XF)[0] @ down_XFE[x])
+        return out
+
     def rope_table(self, positions_T: Array, inv_freq_D: Array) -> tuple[Array, Array]:
         angle_TD = positions_T[:, None] * inv_freq_D
         return np.cos(angle_TD), np.sin(angle_TD)

@@ -11,7 +11,7 @@ from einops import EinopsError, rearrange
 from ...models.interface import Fuse, Part
 from .pages import empty
 from .source import TensorSource
-from .tree import Leaf
+from .tree import Leaf, names_of
 
 # numbers copied at once: strided copies are up to four times faster in pieces that the processor's cache holds
 BLOCK = 1 << 16
@@ -24,18 +24,35 @@ def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int]) -> np.nd
     """
     fuse = leaf.source
     assert isinstance(fuse, Fuse), f"{leaf.path} is a value, not made of tensors"
-    shape, axis = leaf.spec.shape, fuse.axis
-    out, at = empty(shape, leaf.dtype), 0
-    for part in fuse.parts:
-        x = fit(source.get(part.name), part, sizes)
-        place = out[(slice(None),) * axis + (slice(at, at + x.shape[axis]),)]
-        if place.shape != x.shape:
-            raise ValueError(f"{part.name} gives {x.shape} at {at} of axis {axis}: {leaf.path} has shape {shape}")
-        copy_into(place, x)
-        at += x.shape[axis]
-    if at != shape[axis]:
-        raise ValueError(f"{', '.join(leaf.names)} fill {at} of axis {axis}: {leaf.path} has shape {shape}")
+    out = empty(leaf.spec.shape, leaf.dtype)
+    filled = place_parts(out, fuse, leaf.path, source, sizes)
+    if filled != out.shape[fuse.axis]:
+        names = ", ".join(leaf.names)
+        raise ValueError(f"{names} fill {filled} of axis {fuse.axis}: {leaf.path} has shape {out.shape}")
     return out
+
+
+def place_parts(out: np.ndarray, fuse: Fuse, path: str, source: TensorSource, sizes: Mapping[str, int]) -> int:
+    """Writes the parts side by side into `out`, each where it stays; returns how much of the axis they fill.
+
+    A part that is fused itself fills what is left of the axis evenly with those behind it.
+    """
+    axis, at = fuse.axis, 0
+    for i, part in enumerate(fuse.parts):
+        if isinstance(part, Fuse):
+            size = (out.shape[axis] - at) // (len(fuse.parts) - i)
+            place = out[(slice(None),) * axis + (slice(at, at + size),)]
+            if place_parts(place, part, path, source, sizes) != place.shape[part.axis]:
+                raise ValueError(f"{', '.join(names_of(part))} do not fill {place.shape} of {path}")
+        else:
+            x = fit(source.get(part.name), part, sizes)
+            size = x.shape[axis]
+            place = out[(slice(None),) * axis + (slice(at, at + size),)]
+            if place.shape != x.shape:
+                raise ValueError(f"{part.name} gives {x.shape} at {at} of axis {axis}: {path} has shape {out.shape}")
+            copy_into(place, x)
+        at += size
+    return at
 
 
 def fit(x: np.ndarray, part: Part, sizes: Mapping[str, int]) -> np.ndarray:

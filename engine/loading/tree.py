@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from ...models.interface import ArraySpec, Fuse, ModelSpec
+from ...models.interface import ArraySpec, Fuse, ModelSpec, Part
 
 # numpy knows "bfloat16" by name only after ml_dtypes is imported; so say what it is
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -44,11 +44,16 @@ class Leaf:
     @property
     def names(self) -> list[str]:
         """The checkpoint tensors that it is made of."""
-        return [part.name for part in self.source.parts] if isinstance(self.source, Fuse) else []
+        return names_of(self.source) if isinstance(self.source, Fuse) else []
 
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * int(np.prod(self.spec.shape))
+
+
+def names_of(source: Fuse | Part) -> list[str]:
+    """The tensors of a part, or of all parts."""
+    return [source.name] if isinstance(source, Part) else [name for part in source.parts for name in names_of(part)]
 
 
 def map_leaves(f: Callable[[Leaf], Any], model: ModelSpec, dtype: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from ...models.interface import ModelSpec
 from .arrange import arrange
 from .converted import CorruptError, converted_path, keeping, open_converted
+from .experts import with_expert_names
 from .source import TensorSource
 from .tree import Leaf, Placer, leaves_of, map_leaves, place_tree
 
@@ -30,6 +31,7 @@ def load_weights(model: ModelSpec, source: TensorSource, backend: Placer) -> dic
 
     Raises ValueError listing tensors that are missing, that nothing asks for, or whose shape does not fit.
     """
+    source = with_expert_names(source) if model.mixture else source
     check_names(model, source)
 
     def make(leaf: Leaf) -> np.ndarray:

@@ -16,6 +16,10 @@ HF = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
 }
 
 
@@ -87,3 +91,9 @@ def test_every_query_head_has_its_own_kv_head_where_a_config_says_nothing():
 def test_what_does_not_work_is_named(architecture, changes, error, message):
     with pytest.raises(error, match=message):
         _spec(architecture, **changes)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
+def test_a_mixture_without_its_sizes_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{'num_local_experts' if name == 'num_experts' else name} None"):
+        _spec("Qwen3MoeForCausalLM", **{name: None})

@@ -16,7 +16,7 @@ SPECS = {
 
 
 def test_tensor_parallel_shares_heads_mlp_and_vocabulary():
-    assert dict(tensor_parallel()) == {"kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+    assert dict(tensor_parallel()) == {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
 
 
 def test_axes_without_a_rule_are_replicated():

@@ -1,0 +1,104 @@
+"""Mixtures of experts in JAX: tokens sorted by expert, the MLP of each expert on its own rows, and their weighted sums.
+
+Experts are this shard's: a token's expert that is none of them is `num_experts`, and adds nothing here.
+Letters: X experts, C chosen ones of a token, P pairs (token, chosen expert), M rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MOST_ROWS = 64  # of a block on a CPU
+
+
+def reference(
+    x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array
+) -> jax.Array:
+    """Every expert on every token, in float32: what the compiler can shard, and what kernels are held to."""
+    num_experts = gate_up_XEXF.shape[0]
+    share_TX = (jax.nn.one_hot(ids_TC, num_experts) * weights_TC[..., None]).sum(1)
+
+    def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, x, w.astype(jnp.float32), precision="highest")
+
+    both = product("te,xezf->txzf", x_TE.astype(jnp.float32), gate_up_XEXF)
+    act_TXF = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    return product("txf,xfe->te", act_TXF * share_TX[..., None], down_XFE)
+
+
+def sort_pairs(ids_TC: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """(pairs by expert, in their order within one [P]; where each expert's begin, and where the last's end [X + 1])."""
+    ids_P = ids_TC.reshape(-1)
+    order_P = jnp.argsort(ids_P, stable=True).astype(jnp.int32)
+    experts = jnp.arange(num_experts + 1, dtype=ids_P.dtype)
+    return order_P, jnp.searchsorted(ids_P[order_P], experts).astype(jnp.int32)
+
+
+def combine(y_PE: jax.Array, order_P: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, num_experts: int) -> Any:
+    """The rows of sorted pairs, summed for each token by weight, in float32. Rows of no expert may hold anything."""
+    place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.shape[0], dtype=order_P.dtype))
+    y_TCE = y_PE[place_P].reshape(*ids_TC.shape, -1).astype(jnp.float32)
+    here_TC1 = (ids_TC < num_experts)[..., None]
+    return jnp.where(here_TC1, y_TCE * weights_TC[..., None], 0).sum(1)
+
+
+def by_blocks(
+    x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array
+) -> jax.Array:
+    """A loop over blocks of rows of one expert each, as many as there are: a CPU's way."""
+    num_experts, embed_dim, _, size = gate_up_XEXF.shape
+    num_pairs, chosen = ids_TC.size, ids_TC.shape[1]
+    rows = min(MOST_ROWS, 1 << max(0, (num_pairs // num_experts).bit_length() - 1))
+    order_P, starts_X1 = sort_pairs(ids_TC, num_experts)
+    # a block may reach past its expert's rows: the next block overwrites them, and the last one needs room
+    sorted_PE = jnp.pad(x_TE[order_P // chosen].astype(gate_up_XEXF.dtype), ((0, rows), (0, 0)))
+    ends_X = jnp.cumsum(-(-(starts_X1[1:] - starts_X1[:-1]) // rows))
+
+    def one(block: jax.Array, y_PE: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(ends_X, block, side="right")
+        first = jnp.where(expert > 0, ends_X[expert - 1], 0)
+        start = starts_X1[expert] + (block - first) * rows
+        x_ME = jax.lax.dynamic_slice_in_dim(sorted_PE, start, rows)
+        both_MF = dot(x_ME, gate_up_XEXF[expert].reshape(embed_dim, 2 * size))
+        act_MF = jax.nn.silu(both_MF[:, :size]) * both_MF[:, size:]
+        y_ME = dot(act_MF.astype(down_XFE.dtype), down_XFE[expert])
+        return jax.lax.dynamic_update_slice_in_dim(y_PE, y_ME, start, 0)
+
+    y_PE = jnp.zeros((num_pairs + rows, embed_dim), jnp.float32)
+    y_PE = jax.lax.fori_loop(0, ends_X[-1], one, y_PE)[:num_pairs]
+    return combine(y_PE, order_P, weights_TC, ids_TC, num_experts)
+
+
+def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(x, w, precision="highest", preferred_element_type=jnp.float32)
+
+
+def by_ragged_dot(
+    x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array
+) -> jax.Array:
+    """XLA's own grouped product: a TPU's way."""
+    num_experts, embed_dim, _, size = gate_up_XEXF.shape
+    order_P, starts_X1 = sort_pairs(ids_TC, num_experts)
+    sizes_X = starts_X1[1:] - starts_X1[:-1]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, w, sizes_X, precision="highest", preferred_element_type=jnp.float32)
+
+    sorted_PE = x_TE[order_P // ids_TC.shape[1]].astype(gate_up_XEXF.dtype)
+    both_PF = product(sorted_PE, gate_up_XEXF.reshape(num_experts, embed_dim, 2 * size))
+    act_PF = jax.nn.silu(both_PF[:, :size]) * both_PF[:, size:]
+    y_PE = product(act_PF.astype(down_XFE.dtype), down_XFE)
+    return combine(y_PE, order_P, weights_TC, ids_TC, num_experts)
+
+
+WAYS: dict[str, Callable[..., jax.Array]] = {"cpu": by_blocks, "tpu": by_ragged_dot}
+
+
+def experts(*args: Any, mode: str) -> jax.Array:
+    """[T, E] in float32: the weighted sum of each token's experts that are here."""
+    # the compiler cannot share out a loop over experts, but it can a product
+    return (reference if mode == "auto" else WAYS[jax.default_backend()])(*args)
