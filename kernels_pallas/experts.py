@@ -34,8 +34,9 @@ def sort_pairs(ids_TC: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Arra
     """(pairs by expert, in their order within one [P]; where each expert's begin, and where the last's end [X + 1])."""
     ids_P = ids_TC.reshape(-1)
     order_P = jnp.argsort(ids_P, stable=True).astype(jnp.int32)
-    experts = jnp.arange(num_experts + 1, dtype=ids_P.dtype)
-    return order_P, jnp.searchsorted(ids_P[order_P], experts).astype(jnp.int32)
+    # by comparing all: half the time to compile of a search
+    before_PX = ids_P[:, None] < jnp.arange(num_experts + 1, dtype=ids_P.dtype)
+    return order_P, before_PX.sum(0, dtype=jnp.int32)
 
 
 def combine(y_PE: jax.Array, order_P: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, num_experts: int) -> Any:
@@ -56,11 +57,12 @@ def by_blocks(
     order_P, starts_X1 = sort_pairs(ids_TC, num_experts)
     # a block may reach past its expert's rows: the next block overwrites them, and the last one needs room
     sorted_PE = jnp.pad(x_TE[order_P // chosen].astype(gate_up_XEXF.dtype), ((0, rows), (0, 0)))
-    ends_X = jnp.cumsum(-(-(starts_X1[1:] - starts_X1[:-1]) // rows))
+    blocks_X = -(-(starts_X1[1:] - starts_X1[:-1]) // rows)
+    ends_X = jnp.cumsum(blocks_X)
 
     def one(block: jax.Array, y_PE: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(ends_X, block, side="right")
-        first = jnp.where(expert > 0, ends_X[expert - 1], 0)
+        expert = (ends_X <= block).sum()
+        first = ends_X[expert] - blocks_X[expert]
         start = starts_X1[expert] + (block - first) * rows
         x_ME = jax.lax.dynamic_slice_in_dim(sorted_PE, start, rows)
         both_MF = dot(x_ME, gate_up_XEXF[expert].reshape(embed_dim, 2 * size))
