@@ -275,6 +275,13 @@ WORKING = (
     Argument("block_size", "int", 16, f"tokens of a block: {', '.join(map(str, BLOCK_SIZES))}", legal_block_size),
     Argument("enable_prefix_caching", "bool", True, "reuse the blocks of equal prompt beginnings", checks.flag),
     Argument(
+        "disable_cascade_attn",
+        "bool",
+        False,
+        "read a prefix that sequences of a step share for each of them, instead of once for all",
+        checks.flag,
+    ),
+    Argument(
         "num_gpu_blocks_override",
         "int or list",
         None,

@@ -95,6 +95,10 @@ class Backend(Protocol):
         """Whether attention of these specs costs the same with a wider block table."""
         ...
 
+    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+        """Whether attention of these specs reads prefixes once that sequences share."""
+        ...
+
     def num_compiles(self) -> int:
         """Programs compiled so far in this process."""
         ...

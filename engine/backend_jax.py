@@ -23,6 +23,7 @@ from ..models.interface import (
     Reading,
     Rope,
     Sampling,
+    SharedPrefixes,
     Step,
     StepInput,
     map_tree,
@@ -37,7 +38,7 @@ STATIC = {
     Reading: ("num_tokens", "num_logprobs", "logprobs_mode"),
     Step: ("decode",),
 }
-for _cls in (StepInput, Sampling, Reading, CacheState, Output, Rope, Step):
+for _cls in (StepInput, Sampling, Reading, CacheState, Output, Rope, SharedPrefixes, Step):
     _static = STATIC.get(_cls, ())
     _names = [f.name for f in dataclasses.fields(_cls) if f.name not in _static]
     jax.tree_util.register_dataclass(_cls, _names, list(_static))
@@ -209,6 +210,10 @@ class JaxBackend:
     def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""
         return self.ops.any_width(specs, self.dtype)
+
+    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+        """Whether attention of these specs reads prefixes once that sequences share."""
+        return self.ops.shares_prefixes(specs, self.dtype)
 
     def consume(self, tree: Any) -> Any:
         """The tree as it is: outside `compile`, donating is for the caller's own jit to say."""

@@ -258,5 +258,9 @@ class TorchBackend:
         """Whether attention of these specs costs the same with a wider block table."""
         return all(self.ops.any_width(spec, getattr(torch, self.dtype), self.device) for spec in set(specs))
 
+    def shares_prefixes(self, specs: Iterable[Any]) -> bool:
+        """Whether attention of these specs reads prefixes once that sequences share."""
+        return all(self.ops.shares_prefixes(spec, getattr(torch, self.dtype), self.device) for spec in set(specs))
+
     def _dtype(self, spec: ArraySpec) -> torch.dtype:
         return getattr(torch, spec.dtype or self.dtype)

@@ -14,6 +14,7 @@ from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCE
 from ..models.prompt_embeds import NAME
 from ..models.sampling import PARAMS, VARIANTS
 from .plan import Admission, Edits, Plan, Transfer
+from .shared_prefixes import PrefixFinder
 
 if TYPE_CHECKING:
     from .prompt_embeds import PromptEmbeds
@@ -44,6 +45,8 @@ class Shapes:
     token_ids: tuple[int, ...]  # ids a row whose logprobs are asked for by name
     read: tuple[int]  # hidden rows that are read at a time: one size, so that memory is bounded
     seldom: tuple[int, ...] = ()  # rows of the heads that few ask for; empty: as `sampled`
+    # of a decode step whose sequences share prefixes; then every mixed step says who does. Empty: nobody looks
+    shared: tuple[int, ...] = ()
 
     def heads(self, variant: str, num_logprobs: int) -> tuple[int, ...]:
         """Rows of the heads of that kind."""
@@ -61,11 +64,12 @@ class Shapes:
         exact: bool = False,
         graph_tokens: int | None = None,
         any_width: bool = False,
+        shared_prefixes: bool = False,
     ) -> Shapes:
         """`exact` is for backends that compile nothing: sizes then follow the work closely. `graph_tokens` is for those
         that record graphs, which cost less than a compiled program: more sizes, and beyond so many tokens nearly exact
         ones, which are not recorded. `any_width`: a wider block table costs only its transfer,
-        and leaves room for more sizes.
+        and leaves room for more sizes. `shared_prefixes`: attention may be told of them.
         """
         blocks = -(-max_model_len // block_size)
         seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
@@ -81,6 +85,11 @@ class Shapes:
             middle = min(graph_tokens, 16 * STEP)
             small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
             tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
+        shared = seqs
+        if not exact:
+            # few: a row too many costs less than reading a prefix once more
+            few = powers(4, max_num_seqs, 16) if graph_tokens is None else (*powers(2, max_num_seqs, 16), 48, 96, 192)
+            shared = tuple(sorted({n for n in few if n <= max_num_seqs}))
         return Shapes(
             seqs=seqs,
             tokens=tokens,
@@ -93,6 +102,7 @@ class Shapes:
             seldom=() if exact or graph_tokens is not None else tuple(sorted({*sampled[2::2], sampled[-1]})),
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
+            shared=shared if shared_prefixes and max_num_seqs > 1 else (),
         )
 
 
@@ -155,10 +165,11 @@ def step_input(
     shapes: Shapes,
     block_size: int,
     embeds: Mapping[str, PromptEmbeds] = NO_EMBEDS,
+    prefixes: PrefixFinder | None = None,
 ) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
 
-    `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
+    `prefixes` finds those that sequences share. `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
 
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """
@@ -166,7 +177,13 @@ def step_input(
     # all hidden rows come out of mixed steps only: one program less for each size of a decode step
     given = [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
     decode = max(counts) == 1 and not plan.reads and not given
-    seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
+    seqs, shared = at_least(shapes.seqs, len(counts)) if decode else scratch, ()
+    if prefixes:
+        single = np.array([c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)
+        if prefixes.find(plan.chunks, single, tables) and decode:
+            seqs = at_least(shapes.shared, len(counts))
+        if any(prefixes.found) or not decode:
+            shared = prefixes.lay_out(seqs)
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
     longest = max(c.start + c.num_tokens for c in plan.chunks)
     width = at_least(shapes.widths, -(-longest // block_size))
@@ -174,7 +191,8 @@ def step_input(
     starts = np.zeros(seqs + 1, np.int32)
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
     extra = {NAME: _given_rows(plan, starts, tokens, embeds)} if given else {}
-    return StepInput(rows, starts, tuple(t[rows, :width] for t in tables), tokens, decode, extra, plan.taps)
+    tables = tuple(t[rows, :width] for t in tables)
+    return StepInput(rows, starts, tables, tokens, decode, extra, plan.taps, shared)
 
 
 def with_extra(inputs: StepInput, model: ModelSpec) -> list[StepInput]:

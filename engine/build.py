@@ -196,6 +196,7 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
         exact=backend.eager,
         graph_tokens=backend.graph_tokens,
         any_width=backend.any_width(model.attention),
+        shared_prefixes=not config.disable_cascade_attn and backend.shares_prefixes(model.attention),
     )
 
 

@@ -63,6 +63,7 @@ class EngineConfig:
     async_scheduling: bool
     block_size: int
     enable_prefix_caching: bool
+    disable_cascade_attn: bool
     num_gpu_blocks_override: int | tuple[int, ...] | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float

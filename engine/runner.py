@@ -20,6 +20,7 @@ from ..models.interface import (
     ModelSpec,
     Output,
     Sampling,
+    SharedPrefixes,
     StepInput,
     map_tree,
 )
@@ -41,6 +42,7 @@ from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
+from .shared_prefixes import PrefixFinder
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +148,8 @@ class Runner:
         self.logprobs_mode = logprobs_mode
         self.masks = masks  # whether warm_up expects grammar masks
         self.block_size, self.scratch = layout.block_size, max_num_seqs
+        windows = [group.window for group in model.groups]
+        self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
         self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
         for name, specs in (
             ("weights", model.weights),
@@ -198,6 +202,8 @@ class Runner:
         vars(self).pop("cache", None)
         self.cache = empty_cache(self.specs, self.backend)
         self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
+        if self.prefixes:
+            self.prefixes.forget()
 
     @property
     def has_cache(self) -> bool:
@@ -210,10 +216,12 @@ class Runner:
 
     def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Hidden:
         """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants, and the taps."""
+        if self.prefixes:
+            self.prefixes.note(plan.admitted, plan.table_writes)
         self._admit(plan.admitted)
         self._write_tables(plan.table_writes)
         self._move(plan.transfers)
-        inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds)
+        inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
         inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
         if inputs.decode and not taps:
             last, self.cache = self.forward(self.weights, self.cache, inputs)
@@ -286,6 +294,9 @@ class Runner:
         for width in shapes.widths:
             for n in shapes.seqs:
                 yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
+            for n in shapes.shared:
+                inputs = replace(self._padding(n, n, True, width), shared=self._no_prefixes(n))
+                yield self.forward, (self.weights, self.cache, inputs)
             for n in shapes.tokens:
                 for inputs in with_extra(self._padding(self.scratch, n, False, width), self.model):
                     yield self.forward_all, (self.weights, self.cache, inputs)
@@ -301,8 +312,12 @@ class Runner:
         yield from self.read_head.calls(self.weights, self.cache.rows)
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
-        tables = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables)
-        return StepInput(padded((), seqs, self.scratch), np.zeros(seqs + 1, np.int32), tables, tokens, decode)
+        tables, rows = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables), padded((), seqs, self.scratch)
+        shared = () if decode else self._no_prefixes(seqs)
+        return StepInput(rows, np.zeros(seqs + 1, np.int32), tables, tokens, decode, shared=shared)
+
+    def _no_prefixes(self, seqs: int) -> tuple[SharedPrefixes | None, ...]:
+        return self.prefixes.nothing(seqs) if self.prefixes else ()
 
 
 def _filler(scratch: int, known: int) -> Admission:

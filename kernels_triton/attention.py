@@ -18,7 +18,8 @@ class Implementation(NamedTuple):
     """attend(q, k, v, order, step, spec, sinks, plan) attends; supports(spec, dtype, device, cache) is None, or why
     not, for queries of `dtype` and a cache of the dtype `cache`; plan(step, spec, block_size) is what all layers of a
     step with one block table and spec share. `any_width`: a wider block table costs nothing. `scales`: attend takes
-    one more argument, the scales of a quantised cache.
+    one more argument, the scales of a quantised cache. `shares`: it reads prefixes once that Step.shared names; others
+    read them for each sequence.
     """
 
     attend: Callable[..., torch.Tensor]
@@ -26,6 +27,7 @@ class Implementation(NamedTuple):
     supports: Callable[[Any, torch.dtype, torch.device, torch.dtype], str | None]
     any_width: bool = False
     scales: bool = False
+    shares: bool = False
 
 
 def supports_everything(spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype) -> str | None:
@@ -46,13 +48,14 @@ def triton_supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: 
 
 
 IMPLEMENTATIONS = {
-    "reference": Implementation(reference.attend, reference.plan, supports_everything, scales=True),
+    "reference": Implementation(reference.attend, reference.plan, supports_everything, scales=True, shares=True),
     "cpu": Implementation(cpu_attention.attend, cpu_attention.plan, cpu_attention.supports, scales=True),
     "triton": Implementation(
         lambda *args: triton_room().attend(*args),
         lambda *args: triton_room().plan(*args),
         triton_supports,
         any_width=True,
+        shares=True,
     ),
 }
 PREFERENCE = ("cpu", "triton", "reference")  # what "auto" tries, in order

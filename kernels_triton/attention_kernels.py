@@ -67,16 +67,19 @@ def share(length, low, splits, N: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def decode(
-    q, k, v, tables, lengths, starts, sinks, out, parts, peaks, sums, scale, factor, table_s, num_seqs, num_tokens,
+    q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, scale, factor, table_s, num_seqs,
+    num_tokens, num_parts,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
-    A split without keys leaves nothing. The step's tokens of nobody become zero.
+    A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
+    prefixes[s] keys are read elsewhere (shared.py), and of its num_parts parts only the first are made here.
     """
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + s)
@@ -87,6 +90,7 @@ def decode(
         tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=(own_M & (z == 0))[:, None] & (e < V)[None, :])
     length, t = tl.load(lengths + s), start.to(tl.int64)
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    low = tl.load(prefixes + s) if SHARED else low
     first, each = share(length, low, tl.num_programs(2), N, LEAST)
     lo = first + z * each
     hi = tl.minimum(lo + each, length)
@@ -108,30 +112,39 @@ def decode(
             s_MN = tl.where(seen_N[None, :], score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION), float("-inf"))
             acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
         if SPLIT:
-            row_M = ((s.to(tl.int64) * K + h) * G + m) * tl.num_programs(2) + z
-            tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=own_M[:, None])
-            tl.store(peaks + row_M, peak_M, mask=own_M)
-            tl.store(sums + row_M, sum_M, mask=own_M)
-        else:
+            row_M = ((s.to(tl.int64) * K + h) * G + m) * num_parts + z
+            left_M = own_M & ((low > 0) | (tl.num_programs(2) > 1)) if SHARED else own_M
+            tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=left_M[:, None])
+            tl.store(peaks + row_M, peak_M, mask=left_M)
+            tl.store(sums + row_M, sum_M, mask=left_M)
+        if SHARED or not SPLIT:
+            whole_M = own_M & (low == 0) & (tl.num_programs(2) == 1) if SHARED else own_M
             at_MV = out + ((t * K + h) * G + m)[:, None] * V + e[None, :]
             o_MV = (acc_MV / sum_M[:, None]).to(out.dtype.element_ty)
-            tl.store(at_MV, o_MV, mask=own_M[:, None] & (e < V)[None, :])
+            tl.store(at_MV, o_MV, mask=whole_M[:, None] & (e < V)[None, :])
 
 
 @triton.jit
 def reduce(
-    parts, peaks, sums, lengths, starts, out, splits,
+    parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
     HEADS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, Z: tl.constexpr,
-    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """The splits of decode put together. Program (head, sequence)."""
+    """The splits of decode, and SHARED those of a shared prefix behind them, put together. Program (head, sequence).
+
+    A sequence that shares nothing and has one split is done already.
+    """
     h, s = tl.program_id(0), tl.program_id(1)
     start, length = tl.load(starts + s), tl.load(lengths + s)
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    low = tl.load(prefixes + s) if SHARED else low
     first, each = share(length, low, splits, N, LEAST)
-    if tl.load(starts + s + 1) - start == 1:
+    if (tl.load(starts + s + 1) - start == 1) & ((low > 0) | (splits > 1) | (not SHARED)):
         z, e = tl.arange(0, Z), tl.arange(0, VP)
-        row_Z, there_Z = (s.to(tl.int64) * HEADS + h) * splits + z, (z < splits) & (first + z * each < length)
+        row_Z, there_Z = (s.to(tl.int64) * HEADS + h) * num_parts + z, (z < splits) & (first + z * each < length)
+        if SHARED:
+            _, wide = share(low, 0, num_parts - splits, N, LEAST)
+            there_Z = there_Z | ((z >= splits) & (z < num_parts) & ((z - splits) * wide < low))
         peak_Z = tl.load(peaks + row_Z, mask=there_Z, other=NEVER)
         weight_Z = tl.exp2(peak_Z - tl.max(peak_Z, 0))
         total = tl.sum(tl.load(sums + row_Z, mask=there_Z, other=0.0) * weight_Z, 0)

@@ -229,6 +229,10 @@ class TorchOps:
         """Whether attention of that spec costs the same with a wider block table."""
         return self._chosen((spec, dtype, device, dtype, False)).any_width
 
+    def shares_prefixes(self, spec: Any, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether attention of that spec reads prefixes once that sequences share."""
+        return self._chosen((spec, dtype, device, dtype, False)).shares
+
     def _implementation(self, q: Tensor, spec: Any, cache: torch.dtype, scaled: bool) -> Implementation:
         # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own
         key = (id(spec), q.dtype, q.device, cache, scaled)

@@ -5,11 +5,13 @@ Letters beyond models/interface.py: W tiles, Q queries of a tile, M keys of a ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import rearrange
+
+from . import shared_reference
 
 Tensor = torch.Tensor
 
@@ -59,6 +61,9 @@ def attend(
 
     `scales`: of k and of v, in their order without d; what lies in the cache is times them.
     """
+    if step.shared is not None:
+        whole = attend(q_TKGD, k, v, order, replace(step, shared=None), spec, sinks_KG, tiles, scales)
+        return shared_reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, whole, scales)
 
     def some_tiles(seq_W: Tensor, start_W: Tensor) -> Tensor:
         table_WB = step.block_tables_SB[seq_W]

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from . import attention_kernels as kernels
+from . import shared_prefix
 
 Tensor = torch.Tensor
 
@@ -143,23 +144,34 @@ def launch_decode(
     constants, tables, tiling = common(q, k, v, order, spec), step.block_tables_SB, decode_tiling(spec, q.dtype)
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
-    splits = num_splits(num_seqs * heads, keys, q.device)
+    splits, shared = num_splits(num_seqs * heads, keys, q.device), step.shared
+    num_parts = splits = splits if shared is None else min(splits, MAX_SPLITS // 2)
+    if shared is not None:
+        num_parts += shared_prefix.num_splits(num_seqs * heads, keys, num_processors(q.device))
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
-    if splits > 1:
-        rows = num_seqs * heads * group * splits
+    prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": LEAST_KEYS}
+    if num_parts > 1:
+        rows = num_seqs * heads * group * num_parts
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
         peaks, sums = torch.empty((2, rows), dtype=torch.float32, device=q.device)
     kernels.decode[(heads, num_seqs, splits)](
-        q, k, v, tables, lengths, starts, q if sinks is None else sinks, out, parts, peaks, sums,
-        spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q),
-        **constants, SINKS=sinks is not None, SPLIT=splits > 1, LEAST=LEAST_KEYS,
+        q, k, v, tables, lengths, starts, prefixes, q if sinks is None else sinks, out, parts, peaks, sums,
+        spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
+        **constants, **again, SINKS=sinks is not None, SPLIT=num_parts > 1,
         M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
-    if splits > 1:
+    if shared is not None:
+        rows = min(prefill_tiling(spec, q.dtype).rows, shared_prefix.TILE * triton.next_power_of_2(group))
+        shared_prefix.launch(
+            q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
+            Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), LEAST_KEYS,
+        )  # fmt: skip
+    if num_parts > 1:
         kernels.reduce[(heads * group, num_seqs)](
-            parts, peaks, sums, lengths, starts, out, splits,
-            HEADS=heads * group, V=spec.v_dim, VP=constants["VP"], Z=MAX_SPLITS,
-            WINDOW=constants["WINDOW"], N=tiling.keys, LEAST=LEAST_KEYS, num_warps=4,
+            parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
+            HEADS=heads * group, V=spec.v_dim, VP=constants["VP"],
+            Z=MAX_SPLITS if shared is None else triton.next_power_of_2(num_parts),
+            WINDOW=constants["WINDOW"], N=tiling.keys, **again, num_warps=4,
         )  # fmt: skip
 
 

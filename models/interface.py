@@ -45,12 +45,26 @@ class CacheState:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Which sequences of a step begin with the same blocks, so that attention may read those once for all of them.
+
+    Only of sequences with one token in the step. Tiles (W) of C sequences; what a group lacks of a tile is -1, and a
+    tile of nobody has length 0. Every sequence has tokens of its own beyond the shared ones.
+    """
+
+    members_WC: Array  # int32, places in the step; the first of a tile is one
+    lengths_W: Array  # tokens that a tile's members share, in whole blocks
+    lengths_S: Array  # the same by sequence; 0: none
+
+
+@dataclass(frozen=True)
 class StepInput:
     """One ragged, padded step as the host knows it: who, how many tokens each, which blocks. No token, no position.
 
     `num_tokens` (T) and `decode` are static: no array here has a T axis, so the shape of a step must be said.
     `decode` promises at most one token a sequence. `extra` is declared by the ModelSpec; empty for text. `taps`, static
-    too, name what forward_all keeps beside the last layer's rows.
+    too, name what forward_all keeps beside the last layer's rows. `shared` (empty: nobody looked) only says again what
+    is in the tables: whoever has no use for it may leave it.
     """
 
     rows_S: Array
@@ -60,6 +74,7 @@ class StepInput:
     decode: bool
     extra: dict[str, Array] = field(default_factory=dict)
     taps: tuple[str, ...] = ()
+    shared: tuple[SharedPrefixes | None, ...] = ()  # one a cache group; None where a window would hide a prefix
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,7 @@ class Step:
     decode: bool
     ropes: dict[str, Rope]
     extra: dict[str, Array]
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True)

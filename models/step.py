@@ -35,6 +35,7 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
         decode=inputs.decode,
         ropes=ropes,
         extra=inputs.extra,
+        shared=inputs.shared[group] if inputs.shared else None,
     )
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from shapes import Ragged
 
 from octavo.engine.backend import Backend, get_backend
-from octavo.models.interface import ArraySpec, AttentionSpec, Step
+from octavo.engine.shared_prefixes import laid_out
+from octavo.models.interface import ArraySpec, AttentionSpec, SharedPrefixes, Step
 
 ORDERS = ("n p k d", "n k p d")
 
@@ -45,6 +46,8 @@ def make_batch(case: Ragged) -> Batch:
     free = 1 + rng.permutation(sum(widths) + 3)
     for row, width in zip(tables, widths, strict=True):
         row[:width], free = free[:width], free[width:]
+    for members, blocks in case.shared or ():
+        tables[list(members), :blocks] = tables[members[0], :blocks]
     k, v = (
         np.full((sum(widths) + 4, size, case.kv_heads, dim), np.nan, np.float32) for dim in (case.k_dim, case.v_dim)
     )
@@ -101,7 +104,17 @@ def make_step(batch: Batch, backend: Backend) -> Step:
         decode=case.decode,
         ropes={},
         extra={},
+        shared=shared_prefixes(case, place),
     )
+
+
+def shared_prefixes(case: Ragged, place: Any) -> SharedPrefixes | None:
+    """The case's groups as a step tells of them."""
+    if case.shared is None:
+        return None
+    groups = [(np.array(members), blocks) for members, blocks in case.shared]
+    found = laid_out(groups, len(case.counts), case.block_size)
+    return SharedPrefixes(*(place(x) for x in vars(found).values()))
 
 
 @cache

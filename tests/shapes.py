@@ -23,6 +23,8 @@ class Ragged:
     softcap: float | None = None
     sinks: bool = False
     scale: float | None = None  # None: 1 / sqrt(k_dim)
+    # sequences that begin with the same blocks, and how many; None: the step does not say
+    shared: tuple[tuple[tuple[int, ...], int], ...] | None = None
 
     @property
     def decode(self) -> bool:
@@ -64,3 +66,25 @@ CASES = (
     replace(MIXED, name="many-groups", kv_heads=3, group_size=7, k_dim=8, v_dim=8),
     replace(MIXED, name="narrow-values", k_dim=24, v_dim=8),
 )
+
+ALIKE = Ragged("shared", (16, 40, 17, 23, 130, 24), (1,) * 6, shared=(((0, 2, 1, 4, 5), 2),))
+ALL = tuple(range(45))
+# steps in which sequences share their first blocks
+SHARED = (
+    ALIKE,
+    replace(ALIKE, name="shared-none", shared=()),
+    replace(ALIKE, name="shared-by-one", shared=(((4,), 9),)),
+    replace(ALIKE, name="shared-by-all-to-their-end", computed=(48,) * 6, shared=((tuple(range(6)), 6),)),
+    replace(ALIKE, name="shared-by-groups", computed=(90, 16, 81, 9, 80, 17), shared=(((4, 0, 2), 10), ((1, 5), 2))),
+    replace(ALIKE, name="shared-empty-rows", counts=(1, 1, 0, 1, 1, 0), shared=(((0, 1, 4), 2),)),
+    replace(ALIKE, name="shared-softcap-sinks", softcap=2.0, sinks=True, scale=0.4),
+    replace(ALIKE, name="shared-many", computed=tuple(50 + i % 9 for i in ALL), counts=(1,) * 45, kv_heads=1,
+            shared=((ALL[:35], 6), (ALL[36::2], 4))),
+    replace(ALIKE, name="shared-narrow-values", k_dim=24, v_dim=8, block_size=16, shared=(((4, 1), 2),)),
+    replace(MIXED, name="shared-mixed", computed=(40, 0, 43, 3, 0, 130, 21), shared=(((0, 2), 5),)),
+    replace(MIXED, name="shared-mixed-none", shared=()),
+    replace(MIXED, name="shared-mixed-sinks", computed=(40, 0, 43, 3, 90, 130, 89), counts=(1, 33, 1, 17, 1, 50, 1),
+            sinks=True, shared=(((0, 2), 5), ((6, 4), 11))),
+    replace(ALIKE, name="shared-long", computed=(700, 701, 640, 900), counts=(1,) * 4, group_size=4, kv_heads=1,
+            k_dim=64, v_dim=64, block_size=16, shared=(((0, 1, 2), 40),)),
+)  # fmt: skip

@@ -70,6 +70,10 @@ class NumpyBackend:
     def total_memory(self) -> int | None:
         return None
 
+    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+        """No: it reads every sequence's own."""
+        return False
+
     def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
         return True
 

@@ -9,11 +9,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels_triton import attention_kernels, fused, triton_attention
+from octavo.kernels_triton import attention_kernels, fused, shared_prefix, triton_attention
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
-INTEGERS = {"tables", "lengths", "starts", "tile_seqs", "tile_firsts", "num_tiles", "blocks", "offsets"}
+INTEGERS = {"tables", "lengths", "starts", "tile_seqs", "tile_firsts", "num_tiles", "blocks", "offsets", "members", "prefixes"}
 FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
 STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
@@ -47,6 +47,7 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
         for i, a in enumerate(kernel.arg_names)
         if signature[a] not in ("constexpr", "fp32")
     }
+    constants = {a: x for a, x in constants.items() if a in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
@@ -54,23 +55,17 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
 
 def main() -> None:
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16)
-    for name, split in (("decode", False), ("decode-split", True)):
-        constants = ATTENTION | {"SPLIT": split, "LEAST": triton_attention.LEAST_KEYS, "M": tile.rows, "N": tile.keys}
+    least = {"LEAST": triton_attention.LEAST_KEYS}
+    for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
+        constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
-    compile(
-        "reduce",
-        attention_kernels.reduce,
-        {
-            "HEADS": 32,
-            "V": 128,
-            "VP": 128,
-            "Z": triton_attention.MAX_SPLITS,
-            "WINDOW": 0,
-            "N": 64,
-            "LEAST": triton_attention.LEAST_KEYS,
-        },
-    )
+    rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
+    for name, shared in (("reduce", False), ("reduce-shared", True)):
+        most = 8 if shared else triton_attention.MAX_SPLITS
+        compile(name, attention_kernels.reduce, rows | {"Z": most, "SHARED": shared})
     tile = triton_attention.prefill_tiling(SPEC, torch.bfloat16)
+    constants = ATTENTION | least | {"GP": 4, "C": shared_prefix.TILE, "M": tile.rows, "N": tile.keys}
+    compile("prefix", shared_prefix.prefix, constants, tile.num_warps, tile.num_stages)
     constants = ATTENTION | {"GP": 4, "M": tile.rows, "N": tile.keys}
     compile("prefill", attention_kernels.prefill, constants, tile.num_warps, tile.num_stages)
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})

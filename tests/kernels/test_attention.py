@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from attention_batches import ORDERS, Batch, backend_of, expected, make_batch, make_step
 from backends import BACKENDS
-from shapes import CASES, DECODE, MIXED
+from shapes import CASES, DECODE, MIXED, SHARED
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend, get_backend
@@ -55,7 +55,7 @@ def attend(backend: Backend, batch: Batch, order: str) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("case", "order"),
-    [(c, ORDERS[0]) for c in CASES] + [(c, ORDERS[1]) for c in CASES[::4]],
+    [(c, ORDERS[0]) for c in (*CASES, *SHARED)] + [(c, ORDERS[1]) for c in (*CASES[::4], *SHARED[::3])],
     ids=lambda x: x.replace(" ", "") if isinstance(x, str) else x.name,
 )
 @pytest.mark.parametrize(("backend", "name"), SUBJECTS)
@@ -101,7 +101,7 @@ def test_an_unknown_implementation_is_refused(backend):
 
 
 def test_cases_are_what_their_names_say():
-    assert len({c.name for c in CASES}) == len(CASES)
+    assert len({c.name for c in (*CASES, *SHARED)}) == len(CASES) + len(SHARED)
     assert any(c.decode for c in CASES)
     assert any(not c.decode and 1 in c.counts and max(c.counts) > 1 for c in CASES)
     assert all(math.isclose(c.scale or c.k_dim**-0.5, make_batch(c).spec.scale) for c in CASES)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.test_attention import attend, backend_of, expected, make_batch
-from shapes import DECODE, MIXED, PREFILL, Ragged
+from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.kernels_triton import fused
@@ -32,6 +32,7 @@ CASES = (
     replace(MIXED, name="mixed-256-window", k_dim=256, v_dim=256, group_size=2, kv_heads=1, window=24, sinks=True),
     replace(PREFILL, name="prefill-64", k_dim=64, v_dim=64, group_size=8, kv_heads=1, padding=100),
     replace(PREFILL, name="all-single-but-one", computed=(9, 9, 40), counts=(1, 1, 2)),
+    *SHARED[5::2],
 )
 
 
@@ -141,7 +142,10 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert set(sizes) == {
         "decode",
         "decode-split",
+        "decode-shared",
         "reduce",
+        "reduce-shared",
+        "prefix",
         "prefill",
         "norm",
         "qk_norm",
