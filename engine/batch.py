@@ -169,7 +169,8 @@ def step_input(
 ) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
 
-    `prefixes` finds those that sequences share. `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
+    `prefixes` finds those that sequences share.
+    `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
 
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """

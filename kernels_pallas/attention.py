@@ -21,6 +21,7 @@ class Implementation(NamedTuple):
 
     supports(spec, dtype, platform, mode, block_size) is None, or the reason why not. `any_width`: a wider
     block table costs nothing. prepare(plan, spec, itemsize) completes a plan that is a pytree; None: it is none.
+    `shares`: it reads prefixes once that Step.shared names; others read them for each sequence.
     """
 
     attend: Callable[..., jax.Array]
@@ -29,6 +30,7 @@ class Implementation(NamedTuple):
     any_width: bool = False
     prepare: Callable[[Any, Any, int], None] | None = None
     scales: bool = False
+    shares: bool = False
 
 
 def supports_everything(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
@@ -43,7 +45,9 @@ IMPLEMENTATIONS = {
     "triton_lowered": Implementation(
         triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
     ),
-    "reference": Implementation(reference.attend, supports_everything, reference.query_tiles, scales=True),
+    "reference": Implementation(
+        reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True
+    ),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
 PREFERENCE = {
@@ -112,11 +116,18 @@ class AttentionOp:
 
     def any_width(self, specs: Iterable, dtype: str) -> bool:
         """Whether for all these layers a wider block table costs nothing."""
-        # asked before there is a cache: with blocks of the usual size
+        return all(n is not None and n.any_width for n in self.likely(specs, dtype))
+
+    def shares_prefixes(self, specs: Iterable, dtype: str) -> bool:
+        """Whether for all these layers a prefix that sequences share is read once."""
+        return all(n is not None and n.shares for n in self.likely(specs, dtype))
+
+    def likely(self, specs: Iterable, dtype: str) -> list[Implementation | None]:
+        """What will serve these layers, asked before there is a cache: with blocks of the usual size."""
         question = (dtype, jax.default_backend(), self.mode, 16)
         names = PREFERENCE[question[1]] if self.name == "auto" else (self.name,)
-        chosen = [next((n for n in names if IMPLEMENTATIONS[n].supports(s, *question) is None), None) for s in specs]
-        return all(n is not None and IMPLEMENTATIONS[n].any_width for n in chosen)
+        known = [IMPLEMENTATIONS[n] for n in names]
+        return [next((i for i in known if i.supports(s, *question) is None), None) for s in specs]
 
     def choose(self, spec: Any, dtype: str, platform: str, block_size: int, scaled: bool = False) -> str:
         """The implementation for a cache of `dtype`. Raises NotImplementedError if a named one cannot serve it."""

@@ -110,6 +110,10 @@ class JaxOps:
         """Whether attention with all these specs costs the same under a wider block table."""
         return self._attention.any_width(specs, dtype)
 
+    def shares_prefixes(self, specs: Iterable, dtype: str) -> bool:
+        """Whether attention with all these specs reads prefixes once that sequences share."""
+        return self._attention.shares_prefixes(specs, dtype)
+
     def shards(self, *axes: str | None) -> tuple[str, ...]:
         """The mesh axes over which this step's local shards of these logical axes are spread; each once."""
         if self.mode != "shard_map":

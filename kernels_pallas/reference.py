@@ -5,11 +5,14 @@ A tile's keys are gathered once for all its queries; a few tiles are in memory a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+
+from . import shared_reference
 
 QUERIES = 16  # of a tile; 1 in a decode step
 MEMORY = 1 << 23  # elements of gathered keys at a time
@@ -62,6 +65,9 @@ def attend(
 
     `scales`: of k and of v, in their order without d; what lies in the cache is times them.
     """
+    if step.shared is not None:
+        whole = attend(q_TKGD, k, v, order, replace(step, shared=None), spec, sinks_KG, tiles, scales)
+        return shared_reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, whole, scales)
     seq_W, start_W, tile_T, place_T, queries = tiles
 
     def one_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -23,12 +23,23 @@ class Part(NamedTuple):
 
 
 def attend(
-    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, whole_TKGD: Tensor
+    q_TKGD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: str,
+    step: Any,
+    spec: Any,
+    sinks_KG: Tensor | None,
+    whole_TKGD: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`whole_TKGD`, attention without sharing, but with the rows of those that share a prefix made in two parts."""
     shared, table_SB, num_seqs = step.shared, step.block_tables_SB, len(step.lengths_S)
     q_SKGD = q_TKGD[step.query_starts_S1[:-1].clamp_max(len(q_TKGD) - 1)].float()
     k_SMKD, v_SMKD = (rearrange(x[table_SB], f"s {order} -> s (n p) k d").float() for x in (k, v))
+    if scales is not None:
+        k_SMK1, v_SMK1 = (rearrange(x[table_SB], f"s {order[:-2]} -> s (n p) k 1") for x in scales)
+        k_SMKD, v_SMKD = k_SMKD * k_SMK1, v_SMKD * v_SMK1
     key_M = torch.arange(k_SMKD.shape[1], device=q_TKGD.device)
     own_SM = (key_M >= shared.lengths_S[:, None]) & (key_M < step.lengths_S[:, None])
     own = attend_keys(q_SKGD[:, None], k_SMKD, v_SMKD, own_SM, spec)
@@ -65,7 +76,6 @@ def attend_keys(q_WCKGD: Tensor, k_WMKD: Tensor, v_WMKD: Tensor, seen_WM: Tensor
 
 def merge(parts: list[Part]) -> Tensor:
     """The softmax over the keys of all parts."""
-    peak = torch.stack([p.peak for p in parts]).amax(0)
-    weights = [torch.exp(p.peak - peak) for p in parts]
-    total = sum(p.total * w for p, w in zip(parts, weights, strict=True))
-    return sum(p.out * w[..., None] for p, w in zip(parts, weights, strict=True)) / total[..., None]
+    peak, total, out = (torch.stack(x) for x in zip(*parts, strict=True))
+    weight = torch.exp(peak - peak.amax(0))
+    return (out * weight[..., None]).sum(0) / (total * weight).sum(0)[..., None]

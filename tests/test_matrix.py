@@ -11,6 +11,8 @@ from backends import BACKENDS
 from oracle import greedy
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 
+from octavo.engine import shared_prefixes
+
 MAX_MODEL_LEN = 104  # 77 + 24 tokens at most are in the cache: a tight pool holds one such request
 
 FACTORS: dict[str, list[Any]] = {
@@ -27,6 +29,7 @@ FACTORS: dict[str, list[Any]] = {
     "mode": ["in_place", "pure"],
     "scheduler_order": ["decode_first", "prefill_first"],
     "attention": ["cpu", "reference"],
+    "disable_cascade_attn": [False, True],
     "params": ["greedy", "random"],
 }
 
@@ -80,6 +83,12 @@ def expected() -> None:
     WANT["random"] = [tokens(llm, [p], RANDOM)[0] for p in PROMPTS]
 
 
+@pytest.fixture(autouse=True)
+def the_least_shared_prefix_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST_OF_GROUP", 1)
+
+
 def _arguments(row: dict[str, Any]) -> dict[str, Any]:
     size, seqs = row["block_size"], row["max_num_seqs"]
     unsplit = row["budget"] == "unsplit"
@@ -98,6 +107,7 @@ def _arguments(row: dict[str, Any]) -> dict[str, Any]:
         "mode": row["mode"],
         "scheduler_order": row["scheduler_order"],
         "attention": row["attention"],
+        "disable_cascade_attn": row["disable_cascade_attn"],
         "max_model_len": MAX_MODEL_LEN,
     }
     if row["pool"] == "tight":

@@ -15,6 +15,8 @@ from octavo.engine.plan import Admission, Chunk, TableWrite
 from octavo.engine.shared_prefixes import SPARE_TILES, TILE, PrefixFinder, laid_out
 
 SIZE = 8
+# XLA takes a while for what torch does not compile
+EACH = [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS]
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_what_is_remembered_goes_with_what_it_rests_on() -> None:
 
 @pytest.mark.usefixtures("anything_goes")
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_an_engine_finds_what_a_fresh_look_finds(backend: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With forks, preemptions and a group of a window, and the tokens are those without."""
     find, seen = PrefixFinder.find, []
@@ -167,7 +169,7 @@ def test_an_engine_finds_what_a_fresh_look_finds(backend: str, overlap: bool, mo
 
 
 @pytest.mark.usefixtures("anything_goes")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_nothing_is_compiled_after_a_warm_up(backend: str) -> None:
     more: dict[str, Any] = {"backend": backend, "attention": "reference", "num_gpu_blocks_override": 60}
     llm = engine(**more, warmup="all", max_model_len=64)

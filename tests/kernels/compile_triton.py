@@ -13,7 +13,18 @@ from octavo.kernels_triton import attention_kernels, fused, shared_prefix, trito
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
-INTEGERS = {"tables", "lengths", "starts", "tile_seqs", "tile_firsts", "num_tiles", "blocks", "offsets", "members", "prefixes"}
+INTEGERS = {
+    "tables",
+    "lengths",
+    "starts",
+    "tile_seqs",
+    "tile_firsts",
+    "num_tiles",
+    "blocks",
+    "offsets",
+    "members",
+    "prefixes",
+}
 FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
 STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
