@@ -45,9 +45,7 @@ IMPLEMENTATIONS = {
     "triton_lowered": Implementation(
         triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
     ),
-    "reference": Implementation(
-        reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True
-    ),
+    "reference": Implementation(reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
 PREFERENCE = {
