@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..models.logprobs import MODES
+from ..sharding.rules import ShardingRules
 from . import checks
+from .checks import mapping
 from .loading.checkpoint import LOAD_FORMATS
 from .logits_processors import checked_processors
 from .policy import checked_policy
+from .structured_output_config import STRUCTURED_OUTPUTS, structured_outputs_config
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LATER_LOAD_FORMATS = (
@@ -66,10 +69,17 @@ def text(name: str, value: Any) -> str:
     return str(value)
 
 
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} {value!r} is not a dict")
-    return dict(value)
+def sharding_rules(name: str, value: Any) -> ShardingRules:
+    """Rules, or a mapping that becomes some."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} {value!r} is not a ShardingRules, nor a dict from logical axis to mesh axis")
+    return value if isinstance(value, ShardingRules) else ShardingRules(dict(value))
+
+
+def executor(name: str, value: Any) -> str:
+    if value == "ray":
+        raise NotImplementedError(f"{name}='ray' is not supported yet: use 'mp', or 'external_launcher' under torchrun")
+    return checks.choice(name, value, ("mp", "uni", "external_launcher"))
 
 
 def anything(name: str, value: Any) -> Any:
@@ -79,39 +89,6 @@ def anything(name: str, value: Any) -> Any:
 def model_length(name: str, value: Any) -> int:
     """A length, or -1 for the longest that fits."""
     return -1 if value in (-1, "auto", "-1") else checks.size(name, value, 1)
-
-
-STRUCTURED_OUTPUTS = {
-    "backend": "auto",
-    "disable_any_whitespace": False,
-    "disable_additional_properties": False,
-    "compile_timeout": 10.0,
-    "compile_memory_gb": 2.0,
-    "compile_workers": 2,
-    "cache_size": 256,
-}
-# what only vLLM has
-LATER_STRUCTURED_OUTPUTS = {"disable_fallback": False, "reasoning_parser": "", "enable_in_reasoning": False}
-
-
-def structured_outputs_config(name: str, value: Any) -> dict[str, Any]:
-    """A dict of STRUCTURED_OUTPUTS, whole."""
-    given = {key: x for key, x in mapping(name, value).items() if x is not None}
-    checks.check_names(f"part of {name}", given, (*STRUCTURED_OUTPUTS, *LATER_STRUCTURED_OUTPUTS))
-    for key, default in LATER_STRUCTURED_OUTPUTS.items():
-        if given.pop(key, default) != default:
-            raise NotImplementedError(f"{name}: {key} is not supported yet")
-    parts = STRUCTURED_OUTPUTS | given
-    if parts["backend"] in ("xgrammar", "outlines", "lm-format-enforcer"):
-        raise NotImplementedError(f"{name}: backend {parts['backend']!r} is not supported: use 'guidance' or 'auto'")
-    checks.choice(f"{name}: backend", parts["backend"], ("auto", "guidance"))
-    for key in ("disable_any_whitespace", "disable_additional_properties"):
-        checks.flag(f"{name}: {key}", parts[key])
-    for key in ("compile_timeout", "compile_memory_gb"):
-        checks.number(f"{name}: {key}", parts[key], 0, 86400, open_low=True)
-    for key in ("compile_workers", "cache_size"):
-        checks.integer(f"{name}: {key}", parts[key], 1)
-    return parts
 
 
 def load_format(name: str, value: Any) -> str:
@@ -191,7 +168,34 @@ WORKING = (
         anything,
     ),
     Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
-    Argument("tensor_parallel_size", "int", 1, "devices that share each layer (jax only)", integers(1)),
+    Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
+    Argument("pipeline_parallel_size", "int", 1, "parts of the stack of layers; `octavo plan` alone", integers(1)),
+    Argument("data_parallel_size", "int", 1, "replicas of the engine; `octavo plan` alone", integers(1)),
+    Argument(
+        "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
+    ),
+    Argument(
+        "sharding_rules",
+        "ShardingRules",
+        None,
+        "logical axis to mesh axes (tp, pp, dp); None: what the sizes above ask for",
+        sharding_rules,
+    ),
+    Argument(
+        "distributed_executor_backend",
+        "str",
+        None,
+        "mp: a process a device, started by this one (the default of torch); uni: all devices in this one (the "
+        "default of jax); external_launcher: torchrun's processes, or jax.distributed's",
+        executor,
+    ),
+    Argument(
+        "state_check_interval",
+        "int",
+        64,
+        "steps between comparisons of the state of several processes; 0: none",
+        integers(0),
+    ),
     Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
     Argument(
         "enforce_eager",
@@ -346,6 +350,13 @@ ALIASES = {
     "overlap": "async_scheduling",
     "num_blocks": "num_gpu_blocks_override",
     "policy": "scheduling_policy",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "dp_size": "data_parallel_size",
+    "ep": "enable_expert_parallel",
     "renderer_num_workers": "tokenizer_pool_size",
 }
 
@@ -382,13 +393,9 @@ LATER = (
     Later("preemption_mode", "recompute", "preemption by swapping", ("RECOMPUTE",)),
     Later("kv_transfer_config", None, "moving the cache between engines"),
     Later("kv_events_config", None, "cache events"),
-    Later("pipeline_parallel_size", 1, PARALLEL),
-    Later("data_parallel_size", 1, PARALLEL),
     Later("decode_context_parallel_size", 1, PARALLEL),
     Later("prefill_context_parallel_size", 1, PARALLEL),
-    Later("enable_expert_parallel", False, PARALLEL),
     Later("enable_eplb", False, PARALLEL),
-    Later("distributed_executor_backend", None, PARALLEL, ("uni",)),
     Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
     Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
     Later("code_revision", None, "code from a checkpoint"),
@@ -421,8 +428,6 @@ HINTS = {
     "chunked_prefill_size": "it is called max_num_batched_tokens",
     "mem_fraction_static": "it is called gpu_memory_utilization",
     "page_size": "it is called block_size",
-    "tp": "it is called tensor_parallel_size",
-    "tp_size": "it is called tensor_parallel_size",
     "rope_scaling": "use hf_overrides={'rope_scaling': ...}",
     "rope_theta": "use hf_overrides={'rope_theta': ...}",
     "use_v2_block_manager": "it is gone: there is one block manager",

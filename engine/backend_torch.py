@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,11 @@ import torch
 from ..kernels_triton.ops import TorchOps
 from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
+from ..sharding.rules import ShardingRules, shard_of
 from .graph_torch import GraphPool, Program
+
+if TYPE_CHECKING:
+    from ..sharding.mesh_torch import TorchMesh
 
 Tensor = torch.Tensor
 # tuples: a union would be made anew at each of the hundreds of calls a step
@@ -113,7 +117,11 @@ class StaticInputs:
 
 
 class TorchBackend:
-    """torch on one device. `dtype` is that of weights and cache whose spec leaves it open."""
+    """torch on one device. `dtype` is that of weights and cache whose spec leaves it open.
+
+    `mesh` is this process's place among others, and `rules` say how they share arrays: this one then holds its own
+    shard of each, evenly cut.
+    """
 
     name = "torch"
 
@@ -126,13 +134,16 @@ class TorchBackend:
         attention: str = "auto",
         threads: int | None = None,
         eager: bool = False,
+        rules: ShardingRules | None = None,
+        mesh: TorchMesh | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if threads is not None and threads < 1:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
-        self.ops = TorchOps(pure, attention)
+        self.rules, self.mesh = rules or ShardingRules({}), mesh
+        self.ops = TorchOps(pure, attention, rules, mesh)
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device)
@@ -142,10 +153,14 @@ class TorchBackend:
         # fp32 means fp32: no TF32, no bf16 passes
         torch.set_float32_matmul_precision("highest")
 
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        """Which part of an array of that spec lies here."""
+        return () if self.mesh is None else shard_of(spec.shape, spec.axes, self.rules, self.mesh)
+
     def place(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
-        """A copy of x on the device, in the spec's dtype."""
+        """A copy of this process's part of x on the device, in the spec's dtype."""
         # copied by numpy: x may be a read-only file map, which torch does not take
-        return from_numpy(np.array(x, order="C")).to(self.device, self._dtype(spec))
+        return from_numpy(np.array(x[self.shard(spec)], order="C")).to(self.device, self._dtype(spec))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """A weight on the device, packed for its product."""
@@ -153,14 +168,16 @@ class TorchBackend:
 
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """place_weight(np.resize(x, spec.shape), spec), repeated on the device."""
-        size, placed = math.prod(spec.shape), self.place(x, spec)
-        return self.ops.prepare(placed.repeat(-(-size // len(x)))[:size].reshape(spec.shape), spec)
+        size, few = math.prod(spec.shape), from_numpy(np.array(x)).to(self.device, self._dtype(spec))
+        whole = few.repeat(-(-size // len(x)))[:size].reshape(spec.shape)
+        return self.ops.prepare(whole[self.shard(spec)].contiguous(), spec)
 
     def zeros(self, spec: ArraySpec) -> Tensor:
-        return torch.zeros(spec.shape, dtype=self._dtype(spec), device=self.device)
+        shape = [at.stop - at.start for at in self.shard(spec)] or spec.shape
+        return torch.zeros(shape, dtype=self._dtype(spec), device=self.device)
 
     def declare(self, name: str, specs: Any) -> None:
-        """Nothing: one device holds all of every argument."""
+        """Nothing: a process sees its own shards alone."""
 
     def compile(
         self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str

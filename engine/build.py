@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,17 @@ import numpy as np
 from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
-from ..sharding.rules import check_divides, tensor_parallel
+from ..sharding.rules import as_tuple, check_divides
 from .backend import Backend, device_memory, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
+from .follower import follow
 from .grammar_worker import grammar_library
 from .json_file import read_json
 from .layout_names import layout_text
+from .lead_runner import LeadRunner
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
@@ -34,7 +38,9 @@ from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step_log import StepLog
+from .team import Load, Team
 from .tokenizer import Tokenizer, load_tokenizer
+from .world import World, join
 
 log = logging.getLogger("octavo")
 
@@ -54,13 +60,51 @@ class Parts:
     eos_ids: frozenset[int]
     default_params: dict[str, Any]
     step_log: StepLog | None
+    team: Team | None  # the other processes that run the model
+
+
+@dataclass(frozen=True)
+class Device:
+    """The part of an engine that every process of it has."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint | None
+    model: ModelSpec
+    backend: Backend
+    memory_plan: MemoryPlan
+    runner: Runner
 
 
 def build(config: EngineConfig, weights: Any = None, backend: Backend | None = None) -> Parts:
     """The parts of an engine. `weights` is a tree of arrays for a ModelSpec; None: from the checkpoint, or dummy.
 
-    `backend` takes the place of the one that the config names.
+    `backend` takes the place of the one that the config names. In a launched process other than rank 0 this does what
+    rank 0 does until that ends, and then leaves the process (SystemExit).
     """
+    refuse_unbuilt(config)
+    world = None if backend else join(config, weights)
+    try:
+        device = build_device(config, weights, backend, world)
+        if world and world.leader:
+            follow(world.leader, device.runner)
+        return _parts(device, world)
+    except BaseException:
+        if world and world.team:
+            world.team.close()
+        raise
+
+
+def refuse_unbuilt(config: EngineConfig) -> None:
+    """Raises NotImplementedError for what can be planned and not be run."""
+    for name in ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"):
+        if (value := getattr(config, name)) > 1 or value is True:
+            raise NotImplementedError(f"{name}={value}: only `octavo plan` knows of it so far")
+
+
+def build_device(
+    config: EngineConfig, weights: Any = None, backend: Backend | None = None, world: World | None = None
+) -> Device:
+    """The model on its device, or this process's part of it on this process's device."""
     checkpoint = None if isinstance(config.model, ModelSpec) else open_checkpoint(config)
     model = spec_from_hf(checkpoint.hf_config) if checkpoint else config.model
     if config.enable_prompt_embeds:
@@ -68,18 +112,20 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
             raise ValueError("enable_prompt_embeds=True and step_log: a log holds token ids, and could not be replayed")
         model = with_prompt_embeds(model)
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
-    divisors, options = divisors_of(config, model), _backend_options(config)
+    divisors, options = divisors_of(config, model), _backend_options(config, world)
     device = find_platform(config.backend, config.device)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
     backend = backend or get_backend(config.backend, options | {"dtype": config.dtype})
     available = host_memory(config) if device == "cpu" else backend.free_memory()
+    available = world.least(available) if world else available
     plan = memory_plan(config, model, divisors=divisors, available=available, total=backend.total_memory())
-    tokenizer = _tokenizer(config, checkpoint)
-    runner = Runner(
+    placed = _weights(config, model, checkpoint, backend, weights, world)
+    lead = world and world.team and partial(LeadRunner, world.team, config.state_check_interval)
+    runner = (lead or Runner)(
         backend,
         model,
         config.layout,
-        _weights(config, model, checkpoint, backend, weights),
+        placed,
         num_blocks=plan.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -87,15 +133,22 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
         digest=config.step_log is not None,
         processors=config.logits_processors,
         logprobs_mode=config.logprobs_mode,
-        masks=tokenizer is not None and grammar_library() is not None,
+        masks=_has_tokenizer(config, checkpoint) and grammar_library() is not None,
     )
+    return Device(config, checkpoint, model, backend, plan, runner)
+
+
+def _parts(device: Device, world: World | None) -> Parts:
+    """The rest of an engine, which plans and talks to users."""
+    config, checkpoint, runner, plan = device.config, device.checkpoint, device.runner, device.memory_plan
+    tokenizer = _tokenizer(config, checkpoint)
     if config.warmup == "all":
         log.info("compiled %d programs", runner.warm_up())
-    scheduler = _scheduler(config, plan, model)
+    scheduler = _scheduler(config, plan, device.model)
     return Parts(
         config=config,
-        model=model,
-        backend=backend,
+        model=device.model,
+        backend=device.backend,
         layout=config.layout,
         memory_plan=plan,
         runner=runner,
@@ -104,6 +157,7 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
         eos_ids=_eos_ids(config, checkpoint, tokenizer),
         default_params=_default_params(config, checkpoint),
         step_log=_step_log(config, plan, runner, scheduler),
+        team=world.team if world else None,
     )
 
 
@@ -132,45 +186,56 @@ def stored_dtype(checkpoint: Checkpoint | None) -> str | None:
 
 
 def host_memory(config: EngineConfig) -> int | None:
-    """Free bytes of one device on a CPU: virtual devices share the host's. None if nobody says."""
+    """Free bytes of one device on a CPU: virtual devices, and processes, share the host's. None if nobody says."""
     host = available_memory()
-    return host and host // config.tensor_parallel_size
+    return host and host // config.num_shards
 
 
 def divisors_of(config: EngineConfig, model: ModelSpec) -> dict[str, int]:
     """How many devices share each logical axis. Raises ValueError where the model does not split so."""
-    rules, size = tensor_parallel(), config.tensor_parallel_size
-    if size > 1:
-        check_divides(model.weights, rules, {"tp": size})
-    return {axis: size for axis, name in rules.items() if name == "tp"}
+    rules, shape = config.rules, config.mesh_shape
+    if config.num_shards > 1:
+        check_divides(model.weights, rules, shape)
+    return {axis: math.prod(shape[name] for name in as_tuple(names)) for axis, names in rules.items()}
 
 
-def _backend_options(config: EngineConfig) -> dict[str, Any]:
+def _backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]:
     """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     if config.backend == "torch":
         device = find_platform("torch", config.device)
-        return options | {"threads": config.threads, "device": device, "eager": config.enforce_eager}
+        options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager}
+        if world is None:
+            return options
+        from .world_torch import make_mesh
+
+        return options | {"rules": config.rules, "mesh": make_mesh(config.mesh_shape, world, device)}
     folder = config.compile_cache_dir or cache_dir() / "xla"
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
-    if config.tensor_parallel_size == 1:
+    if config.num_shards == 1:
         return options
     from ..sharding.mesh_jax import make_mesh
 
-    mesh = make_mesh({"tp": config.tensor_parallel_size})
-    return options | {"mode": "shard_map", "rules": tensor_parallel(), "mesh": mesh}
+    return options | {"mode": "shard_map", "rules": config.rules, "mesh": make_mesh(config.mesh_shape)}
+
+
+def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> bool:
+    return not config.skip_tokenizer_init and (checkpoint is not None or config.tokenizer is not None)
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
-    if config.skip_tokenizer_init:
+    if not _has_tokenizer(config, checkpoint):
         return None
-    if checkpoint:
-        return checkpoint.tokenizer()
-    return load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
+    return checkpoint.tokenizer() if checkpoint else load_tokenizer(Path(str(config.tokenizer)))
 
 
 def _weights(
-    config: EngineConfig, model: ModelSpec, checkpoint: Checkpoint | None, backend: Backend, weights: Any
+    config: EngineConfig,
+    model: ModelSpec,
+    checkpoint: Checkpoint | None,
+    backend: Backend,
+    weights: Any,
+    world: World | None,
 ) -> dict[str, Any]:
     if weights is not None:
         if checkpoint:
@@ -182,7 +247,13 @@ def _weights(
         return dummy_weights(model, backend, config.seed)
     if checkpoint is None:
         raise ValueError("a ModelSpec as model needs weights=, or load_format='dummy'")
-    return load_weights(model, checkpoint.tensors, backend)
+    if world and world.leader:
+        # rank 0 converts for all
+        world.leader.await_load()
+    placed = load_weights(model, checkpoint.tensors, backend)
+    if world and world.team:
+        world.team.tell(Load())
+    return placed
 
 
 def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: Backend) -> Shapes:

@@ -54,6 +54,12 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {value!r} is not a dict")
+    return dict(value)
+
+
 def sequence(name: str, value: Any) -> tuple[Any, ...]:
     """A list or other iterable as a tuple; None is empty. Not a string."""
     if value is None:

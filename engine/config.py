@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from ..models.interface import CacheLayout, ModelSpec
 from ..models.logit_edits import LogitsProcessor
+from ..sharding.rules import ShardingRules, check_known, preset
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
@@ -45,6 +48,12 @@ class EngineConfig:
     layout: CacheLayout
     mode: str
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    enable_expert_parallel: bool
+    sharding_rules: ShardingRules | None
+    distributed_executor_backend: str | None
+    state_check_interval: int
     threads: int | None
     enforce_eager: bool
     warmup: str
@@ -76,6 +85,21 @@ class EngineConfig:
     step_log: str | None
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Mesh axes and their sizes."""
+        return {"dp": self.data_parallel_size, "pp": self.pipeline_parallel_size, "tp": self.tensor_parallel_size}
+
+    @property
+    def num_shards(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh_shape.values())
+
+    @property
+    def rules(self) -> ShardingRules:
+        """Which mesh axis shares which logical axis."""
+        return self.sharding_rules or preset(self.mesh_shape, self.enable_expert_parallel)
 
     def for_model(
         self,
@@ -130,6 +154,8 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
     config = EngineConfig(**resolved, given=frozenset(given), fit_model_len=fit)
     _check_model(config)
     _check_backend(config)
+    if config.sharding_rules is not None:
+        check_known(config.sharding_rules, config.mesh_shape)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))
 
 
@@ -185,10 +211,10 @@ def _check_model(c: EngineConfig) -> None:
 def _check_backend(c: EngineConfig) -> None:
     """Refuses what only the other backend has."""
     if c.backend == "torch":
-        if c.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size={c.tensor_parallel_size} is not supported on torch yet: use backend='jax'"
-            )
+        if c.num_shards > 1 and c.distributed_executor_backend == "uni":
+            raise ValueError("distributed_executor_backend='uni' on torch, which has a process a device: 'mp' is right")
+        if c.num_shards > 1 and c.mode == "pure":
+            raise NotImplementedError("mode='pure' with several processes: use one device, or backend='jax'")
         if c.compile_cache_dir is not None:
             raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
     if c.backend == "jax" and c.threads is not None:
@@ -233,3 +259,11 @@ def _budget(c: EngineConfig, max_model_len: int | None) -> int:
             f"prompt is computed in one step: use at least {length}, a shorter max_model_len, or chunked prefill"
         )
     return budget
+
+
+def torchrun_world() -> tuple[int, int, int] | None:
+    """Rank, number of processes and rank on this host, as torchrun tells them; None: it did not start this process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, size, local

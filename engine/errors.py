@@ -21,3 +21,11 @@ class QueueFullError(OctavoError):
 
 class TokenizerDiedError(OctavoError):
     """The tokenizer's process ended several times at the same text."""
+
+
+class RankLostError(OctavoError):
+    """A process that runs a part of the model has ended, or is stuck. Nothing more will come of this engine."""
+
+
+class DivergenceError(RankLostError):
+    """Two ranks that must have the same state do not."""

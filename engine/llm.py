@@ -66,6 +66,7 @@ class LLM(EngineSteps):
         self.layout, self.memory_plan = parts.layout, parts.memory_plan
         self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
+        self.team = parts.team
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
         self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
@@ -399,9 +400,11 @@ class LLM(EngineSteps):
             self.scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
 
     def shutdown(self) -> None:
-        """Aborts all requests and ends the tokenizer's processes. Not needed: whatever has no user left ends too."""
+        """Aborts all requests and ends all processes of the engine. Not needed: whatever has no user left ends too."""
         self.abort(list(self.processor.families))
         self.tokenizer_pool.close()
+        if self.team:
+            self.team.close()
 
     def register_logits_processor(self, processor: LogitsProcessor) -> None:
         """Adds one while running. The head that holds them all is compiled when a request first selects one."""

@@ -129,7 +129,7 @@ class Planner:
             return c.kv_cache_memory_bytes
         limit = USEFUL * c.max_num_seqs * self.bytes_of(self.blocks(length)) + sum(self.block_bytes)
         if c.device == "cpu" or self.available is None:
-            limit = min(DEFAULT_CACHE_BYTES // c.tensor_parallel_size, limit)
+            limit = min(DEFAULT_CACHE_BYTES // c.num_shards, limit)
         if self.available is None:
             return limit
         others = self.weights_bytes + self.rows_bytes(length) + self.activations_bytes
@@ -289,7 +289,7 @@ def _plan(planner: Planner, length: int) -> MemoryPlan:
     cache, rows = planner.bytes_of(counts), planner.rows_bytes(length)
     return MemoryPlan(
         dtype=c.dtype,
-        num_devices=c.tensor_parallel_size,
+        num_devices=c.num_shards,
         block_size=c.block_size,
         max_model_len=length,
         max_num_seqs=c.max_num_seqs,

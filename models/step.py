@@ -174,3 +174,11 @@ def move_blocks(groups: tuple, source: tuple[Array, ...], target: tuple[Array, .
 
 def with_rows(cache: CacheState, rows: dict[str, Array]) -> CacheState:
     return replace(cache, rows=rows)
+
+
+def digest_rows(rows: dict[str, Array], *, ops: Any) -> tuple[Array, dict[str, Array]]:
+    """(int32 hash of what each row holds, rows as they were): what several processes must agree on."""
+    xp = ops.xp
+    counts_R2 = xp.stack([rows["num_computed"], rows["prompt_len"]], axis=1)
+    # ids and counts are exact in float32, whose bits are hashed
+    return ops.digest(xp.astype(xp.concat([rows["tokens"], counts_R2], axis=1), xp.float32)), rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 MeshAxes = str | tuple[str, ...] | None
 AXIS_NAMES = {
@@ -15,7 +15,11 @@ AXIS_NAMES = {
     "experts": "num_experts",
     "expert_mlp": "expert_dim",
 }
-SIZE_NAMES = {"tp": "tensor_parallel_size"}
+SIZE_NAMES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
+# Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary. An
+# expert's inside is an axis of its own, so that experts can be shared out whole where other mlps are split
+TENSOR = {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
+LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp", "layers", "blocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +56,51 @@ def as_tuple(names: MeshAxes) -> tuple[str, ...]:
 
 
 def tensor_parallel() -> ShardingRules:
-    """Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary.
+    """The preset of tp alone."""
+    return ShardingRules(TENSOR)
 
-    An expert's inside is an axis of its own, so that experts can be shared out whole where other mlps are split.
+
+def preset(mesh_shape: Mapping[str, int], expert_parallel: bool = False) -> ShardingRules:
+    """The rules of a mesh with axes dp, pp and tp: what each shares where it is larger than 1.
+
+    Experts are split inside by tp, or shared out whole over dp and tp.
     """
-    return ShardingRules({"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"})
+    shared = tuple(name for name in ("dp", "tp") if mesh_shape.get(name, 1) > 1)
+    rules: dict[str, MeshAxes] = {name: axis for name, axis in TENSOR.items() if mesh_shape.get(axis, 1) > 1}
+    if expert_parallel and shared:
+        rules.pop("expert_mlp", None)
+        rules["experts"] = shared
+    if mesh_shape.get("pp", 1) > 1:
+        rules["layers"] = "pp"
+    return ShardingRules(rules)
+
+
+def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
+    """Raises ValueError for a logical axis that no array has, or a mesh axis that no mesh has."""
+    for axis, names in rules.items():
+        if axis not in LOGICAL_AXES:
+            raise ValueError(f"sharding_rules: no array has an axis {axis!r}: {', '.join(LOGICAL_AXES)} there are")
+        for name in as_tuple(names):
+            if name not in mesh_shape:
+                raise ValueError(f"sharding_rules: {axis!r} goes to {name!r}: mesh axes are {', '.join(mesh_shape)}")
+
+
+class Place(Protocol):
+    """One position of a mesh."""
+
+    def size(self, names: tuple[str, ...]) -> int: ...
+    def index(self, names: tuple[str, ...]) -> int: ...
+
+
+def shard_of(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], rules: ShardingRules, place: Place
+) -> tuple[slice, ...]:
+    """The part of an array that lies at one place of a mesh. Its axes divide."""
+    found = []
+    for size, names in zip(shape, rules.mesh_axes(axes), strict=True):
+        part, at = size // place.size(names), place.index(names)
+        found.append(slice(part * at, part * (at + 1)))
+    return tuple(found)
 
 
 def check_divides(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:

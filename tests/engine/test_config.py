@@ -9,6 +9,7 @@ import pytest
 
 from octavo.engine import backend as backends
 from octavo.engine.arguments import ALIASES, BLOCK_SIZES, HINTS, LATER, WORKING
+from octavo.engine.build import build
 from octavo.engine.checks import UnknownArgumentError
 from octavo.engine.config import EngineConfig, engine_config
 from octavo.engine.config_docs import markdown
@@ -97,9 +98,7 @@ def test_enforce_eager_is_what_torch_always_does(installed):
 
 # those and others, of what is not built yet
 REFUSED = {
-    "pipeline_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "data_parallel_size": 2,
+    "distributed_executor_backend": "ray",
     "speculative_model": "[ngram]",
     "num_speculative_tokens": 5,
     "ngram_prompt_lookup_max": 4,
@@ -116,6 +115,14 @@ REFUSED = {
     "load_format": "tensorizer",
     "host": "0.0.0.0",
 }
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2}, {"enable_expert_parallel": True}], ids=str
+)
+def test_what_can_only_be_planned_is_refused_by_name(arguments):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(arguments))}.*octavo plan"):
+        build(engine_config("m", **arguments))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -296,7 +303,6 @@ def test_auto_takes_torch_if_it_is_there(installed):
 @pytest.mark.parametrize(
     "backend, name, value",
     [
-        ("torch", "tensor_parallel_size", 2),
         ("torch", "compile_cache_dir", "/tmp/x"),
         ("jax", "threads", 2),
     ],

@@ -39,7 +39,7 @@ def test_the_examples_of_the_page_give_what_they_say(said: dict[str, Any]) -> No
 
 
 def test_the_page_names_every_part_and_constraint() -> None:
-    from octavo.engine.arguments import STRUCTURED_OUTPUTS
+    from octavo.engine.structured_output_config import STRUCTURED_OUTPUTS
     from octavo.engine.structured_output_params import CONSTRAINTS
 
     page = PAGE.read_text()

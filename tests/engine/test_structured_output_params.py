@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.engine import SamplingParams, StructuredOutputsParams
-from octavo.engine.arguments import STRUCTURED_OUTPUTS
 from octavo.engine.config import engine_config
+from octavo.engine.structured_output_config import STRUCTURED_OUTPUTS
 
 LOOP: dict[str, Any] = {}
 LOOP["items"] = LOOP

@@ -1,0 +1,318 @@
+"""The other processes that run a model together with this one, rank 0: told what to do, watched, and compared.
+
+Rank 0 plans; the others run the same programs in the same order on their own shards (follower.py), and say nothing
+unless they are asked or something is wrong. Whatever ends one of them ends the engine with an error, soon: a
+collective that lacks a rank would never end.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ..models.logit_edits import LogitsProcessor
+from .child import GONE, Child
+from .config import EngineConfig
+from .errors import DivergenceError, RankLostError
+from .plan import Plan
+from .prompt_embeds import PromptEmbeds
+
+# seconds that the others have: to answer, after one has failed alone, and to end
+PATIENCE, GRACE, FAREWELL = 30.0, 3.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The first command to a process that rank 0 started."""
+
+    rank: int
+    size: int
+    meeting: str  # "host:port" where the array library's processes meet
+    config: EngineConfig
+    weights: Any
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Bytes that the poorest of all devices has free."""
+
+    available: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Rank 0 has its weights, and has left behind what makes loading them quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    plan: Plan
+    taps: tuple[str, ...]
+    embeds: Mapping[str, PromptEmbeds]  # of the plan's requests
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Of the plan of the last Forward."""
+
+    mask: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    processor: LogitsProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Starts from an empty cache; wants Done."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Wants a Digest."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The engine is shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A process has its backend: how many bytes are free on its device."""
+
+    available: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a rank's state comes to behind a step: crc32 of the plans so far, and of its rows."""
+
+    step: int
+    plans: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: BaseException
+
+
+READY = 0  # the number of the Done that says that a rank is built
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank: what goes to it, what comes from it, and its process if rank 0 started it."""
+
+    rank: int
+    commands: Connection
+    results: Connection
+    child: Child | None = None
+
+    def ended(self) -> str:
+        """How it ended, as far as is known here."""
+        if self.child is None:
+            return f"rank {self.rank} has ended"
+        return f"rank {self.rank} (process {self.child.pid}) ended with status {self.child.wait(FAREWELL)}"
+
+    def end(self) -> None:
+        """Ends it at once, or has it end: it may be waiting for somebody who is gone, and others for it."""
+        if self.child is not None:
+            self.child.process.kill()
+        else:
+            self.commands.close()
+
+
+@dataclass
+class Mail:
+    """What has come from the others, and what became of them. Shared with the thread that watches."""
+
+    peers: tuple[Peer, ...]
+    abort: Callable[[], None] | None = None  # ends collectives of this process that wait for somebody who is gone
+    lost: str | None = None
+    cause: BaseException | None = None
+    kind: type[RankLostError] = RankLostError
+    here: dict[int, int | None] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, BaseException] = field(default_factory=dict)
+    digests: dict[int, list[Digest]] = field(default_factory=dict)
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, rank: int, report: Here | Done | Digest | Failed) -> None:
+        with self.news:
+            if isinstance(report, Here):
+                self.here[rank] = report.available
+            elif isinstance(report, Done):
+                self.done[rank] = report.number
+            elif isinstance(report, Digest):
+                self.digests.setdefault(rank, []).append(report)
+            else:
+                self.failed[rank] = report.error
+                # if all failed alike, rank 0 asks for a reset before long
+                timer = threading.Timer(GRACE, self._failed_alone, (rank, report.error))
+                timer.daemon = True
+                timer.start()
+            self.news.notify_all()
+
+    def _failed_alone(self, rank: int, error: BaseException) -> None:
+        if self.failed.get(rank) is error:
+            self.lose(f"rank {rank} failed: {type(error).__name__}: {error}", error)
+
+    def lose(self, reason: str, cause: BaseException | None = None, kind: type[RankLostError] = RankLostError) -> None:
+        """Nothing more will come of this team. Only the first reason counts."""
+        with self.news:
+            if self.lost is not None:
+                return
+            self.lost, self.cause, self.kind = reason, cause, kind
+            self.news.notify_all()
+        for peer in self.peers:
+            peer.end()
+        if self.abort is not None:
+            self.abort()
+
+    def close(self) -> bool:
+        """Says that nothing more is wanted; False if the team is lost already."""
+        with self.news:
+            was, self.lost = self.lost, self.lost or "the engine has been shut down"
+            return was is None
+
+
+def watch(peers: Sequence[Peer], mail: Mail) -> None:
+    """Takes in what the others report until all of them have ended."""
+    left = {peer.results: peer for peer in peers}
+    while left:
+        for results in wait(list(left)):
+            peer = left[results]  # pyright: ignore[reportArgumentType]
+            try:
+                report = pickle.loads(peer.results.recv_bytes())
+            except GONE:
+                del left[peer.results]
+                mail.lose(peer.ended())
+                continue
+            mail.take(peer.rank, report)
+
+
+class Team:
+    """All ranks but this one. Ends them when it is closed, or dropped."""
+
+    def __init__(self, peers: Sequence[Peer]):
+        self.peers, self.mail = tuple(peers), Mail(tuple(peers))
+        self.thread = threading.Thread(target=watch, args=(self.peers, self.mail), name="octavo-ranks", daemon=True)
+        self.thread.start()
+        self.num_resets = READY
+        self.own: list[Digest] = []
+        self._finalizer = weakref.finalize(self, dismiss, self.peers, self.mail)
+
+    def tell(self, command: Any) -> bytes:
+        """Sends all of them a command; returns it as sent. Raises what check does."""
+        self.check()
+        data = pickle.dumps(command, protocol=5)
+        for peer in self.peers:
+            try:
+                peer.commands.send_bytes(data)
+            except OSError:
+                self.mail.lose(peer.ended())
+                self.check()
+        return data
+
+    def check(self) -> None:
+        """Raises RankLostError if a rank is gone, DivergenceError if ranks are known to differ."""
+        if self.mail.lost is not None:
+            raise self.mail.kind(
+                f"{self.mail.lost}; the model needs all of its {len(self.peers) + 1} ranks: make a new LLM"
+            ) from self.mail.cause
+        while self.own and all(self.mail.digests.get(p.rank) for p in self.peers):
+            mine, theirs = self.own.pop(0), {p.rank: self.mail.digests[p.rank].pop(0) for p in self.peers}
+            for rank, digest in theirs.items():
+                if digest != mine:
+                    what = "rows" if digest.plans == mine.plans else "plans"
+                    reason = f"the {what} of rank {rank} differ from those of rank 0 behind step {mine.step}"
+                    self.mail.lose(reason, None, DivergenceError)
+                    self.check()
+
+    def compare(self, digest: Digest) -> None:
+        """Rank 0's own state behind a step, to be compared when the others' have come."""
+        self.own.append(digest)
+        self.check()
+
+    def least(self, available: int | None) -> int | None:
+        """The smallest of all ranks' free memory, told to all of them."""
+        self._await(lambda: len(self.mail.here) == len(self.peers))
+        known = [n for n in (available, *self.mail.here.values()) if n is not None]
+        least = min(known, default=None)
+        self.tell(Agree(least))
+        return least
+
+    def await_ready(self) -> None:
+        """Waits until all are built. Raises the error of one that cannot be."""
+        self._await(lambda: self._all_done(READY))
+
+    def reset(self) -> None:
+        """Has all start anew. Raises RankLostError if one is stuck."""
+        self.num_resets += 1
+        self.own.clear()
+        number, mail = self.num_resets, self.mail
+        self.tell(Reset(number))
+        with mail.news:
+            came = mail.news.wait_for(lambda: mail.lost or self._all_done(number), PATIENCE)
+            # what they said before
+            mail.failed.clear()
+            mail.digests.clear()
+        if not came:
+            mail.lose("not all ranks came back from a failed step")
+        self.check()
+
+    def _all_done(self, number: int) -> bool:
+        return all(self.mail.done.get(peer.rank) == number for peer in self.peers)
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """Waits while the others are built. Raises the error of one that cannot be."""
+        mail = self.mail
+        with mail.news:
+            mail.news.wait_for(lambda: mail.lost or mail.failed or condition())
+        if mail.failed:
+            rank, error = next(iter(mail.failed.items()))
+            mail.lose(f"rank {rank} failed", error)
+            raise error
+        self.check()
+
+    def close(self) -> None:
+        """Ends the others."""
+        self._finalizer()
+
+
+def dismiss(peers: Sequence[Peer], mail: Mail) -> None:
+    """Says goodbye where there is somebody to hear it, and ends the processes that rank 0 started."""
+    is_whole = mail.close()
+    for peer in peers:
+        try:
+            if is_whole:
+                peer.commands.send_bytes(pickle.dumps(Bye()))
+            peer.commands.close()
+        except OSError:
+            continue
+    for peer in peers:
+        if peer.child is not None:
+            peer.child.wait(FAREWELL)

@@ -1,0 +1,124 @@
+"""Which processes run a model together, and how they find each other. One process alone is no world: None.
+
+torch has a process a device. JAX has all devices of a host in one process unless it is told otherwise. Rank 0 is the
+user's process, and starts the others itself (child.py) or finds them there: torchrun's, or those of a script that has
+called jax.distributed.initialize.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+from .child import Child
+from .config import EngineConfig, torchrun_world
+from .follower import Leader
+from .team import Join, Peer, Team
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the others. `store` is where torch's processes meet; None for JAX."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this host: which of its devices
+    store: Any
+    team: Team | None = None  # of rank 0
+    leader: Leader | None = None  # of the others
+
+    @staticmethod
+    def of_child(join: Join, leader: Leader) -> World:
+        """That of a process which rank 0 started."""
+        if join.config.backend == "jax":
+            from .world_jax import start
+
+            start(join.meeting, join.rank, join.size, join.config.device)
+            return World(join.rank, join.size, join.rank, None, leader=leader)
+        from .world_torch import client_store
+
+        return World(join.rank, join.size, join.rank, client_store(join.meeting), leader=leader)
+
+    def least(self, available: int | None) -> int | None:
+        """The smallest of all ranks' free memory."""
+        here = self.team or self.leader
+        assert here
+        return here.least(available)
+
+
+def join(config: EngineConfig, weights: Any) -> World | None:
+    """The world that a configuration asks for; its other processes are started, or found.
+
+    Raises ValueError where there are others than it asks for.
+    """
+    size, executor = config.num_shards, config.distributed_executor_backend
+    launched = torchrun_world() if config.backend == "torch" else _jax_world()
+    if executor == "external_launcher" and launched is None:
+        raise ValueError("distributed_executor_backend='external_launcher': start this script with torchrun, or call "
+                         "jax.distributed.initialize first")  # fmt: skip
+    if launched is not None and executor != "mp" and (size > 1 or executor is not None):
+        return _launched_world(config, *launched)
+    if size == 1 or executor == "uni" or (config.backend == "jax" and executor is None):
+        return None
+    return _own_world(config, weights, size)
+
+
+def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
+    """A world whose other processes are children of this one."""
+    level = logging.getLogger("octavo").getEffectiveLevel()
+    if config.backend == "jax":
+        from .world_jax import free_address, start
+
+        store, meeting = None, free_address()
+    else:
+        from .world_torch import check_devices, host_store
+
+        check_devices(size, config.device)
+        store, meeting = host_store()
+    peers = []
+    for rank in range(1, size):
+        child = Child(f"{__package__}.follower", "serve")
+        child.commands.send_bytes(pickle.dumps(Join(rank, size, meeting, config, weights, level)))
+        peers.append(Peer(rank, child.commands, child.results, child))
+    team = Team(peers)
+    if config.backend == "jax":
+        start(meeting, 0, size, config.device)
+    return World(0, size, 0, store, team=team)
+
+
+def _launched_world(config: EngineConfig, rank: int, num_processes: int, local_rank: int) -> World:
+    """A world whose processes run this same script."""
+    if config.backend == "torch":
+        if num_processes != config.num_shards:
+            raise ValueError(f"{num_processes} processes were launched, and tensor_parallel_size "
+                             f"{config.num_shards} needs a process a device")  # fmt: skip
+        from .world_torch import Board, launched_store
+
+        board = Board(launched_store())
+    else:
+        from .world_jax import Board
+
+        board = Board()
+    if rank:
+        address, key = pickle.loads(board.read())
+        line = Client(address, authkey=key)
+        line.send_bytes(pickle.dumps(rank))
+        return World(rank, num_processes, local_rank, board.store, leader=Leader(line, line))
+    key = os.urandom(16)
+    with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        board.write(pickle.dumps((listener.address, key)))
+        lines = [listener.accept() for _ in range(num_processes - 1)]
+    peers = [Peer(pickle.loads(line.recv_bytes()), line, line) for line in lines]
+    team = Team(sorted(peers, key=lambda peer: peer.rank))
+    return World(0, num_processes, local_rank, board.store, team=team)
+
+
+def _jax_world() -> tuple[int, int, int] | None:
+    """Rank, number of processes and 0, where jax.distributed.initialize has been called with several."""
+    from .world_jax import world
+
+    return world()
