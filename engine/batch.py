@@ -175,9 +175,9 @@ def step_input(
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """
     scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
-    # all hidden rows come out of mixed steps only: one program less for each size of a decode step
+    # all hidden rows come out of mixed steps only, and cuts are made there: less of each size of a decode step
     given = [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
-    decode = max(counts) == 1 and not plan.reads and not given
+    decode = max(counts) == 1 and not plan.reads and not given and not plan.cuts
     seqs, shared = at_least(shapes.seqs, len(counts)) if decode else scratch, ()
     if prefixes:
         single = np.array([c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..models.keeps import keeps_of
 from .checks import check_names, flag, integer, number
 from .outputs import Logprob, RequestOutput
 from .progress import Progress
@@ -182,6 +183,8 @@ def beam_search(
         raise ValueError(
             f"logprobs_mode {llm.config.logprobs_mode!r}: beams are ranked by logprobs, and this engine makes logits"
         )
+    if keeps_of(llm.layout).budget is not None:
+        raise NotImplementedError(f"beam_search with layout {llm.layout!r}: every round makes a beam's tokens prompt")
     prompts = list_of_prompts(prompts)
     searches = [_search(llm, prompt, params) for prompt in prompts]
     each_step = step_params(params, llm.eos_ids, llm.model.vocab_size, llm.config.max_logprobs)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.keeps import Keeps
 from .block_pool import ROOT, BlockKey, BlockPool
 from .plan import TableWrite
 from .request import Request
+
+ALL = Keeps()
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,23 @@ class Hit:
     length: int
     blocks: tuple[tuple[int, ...], ...]
     copies: tuple[tuple[int, int, int], ...] = ()
+
+
+def peak_blocks(keeps: Keeps, tokens: int, prompt: int, block_size: int, max_num_batched_tokens: int) -> int:
+    """The most blocks that a sequence of `tokens`, of which `prompt` are its prompt, holds at once.
+
+    A window forgets, but a chunk is written whole.
+    """
+    most = -(-keeps.most(tokens, prompt) // block_size)
+    if keeps.window is None:
+        return most
+    behind = -(-(keeps.window + max_num_batched_tokens) // block_size) + 1
+    return min(most, -(-keeps.sinks // block_size) + behind)
+
+
+def _front(table: Sequence[int]) -> int:
+    """How many blocks a table has before the null blocks."""
+    return next((i for i, block in enumerate(table) if not block), len(table))
 
 
 def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
@@ -36,8 +56,9 @@ def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
 class BlockManager:
     """One pool a cache group; in a request, the tables of all groups are equally long.
 
-    `windows` says how many tokens each group's attention looks back, None for all. Blocks wholly behind the window
-    are freed while a request runs, and replaced by the null block.
+    `windows` says how many tokens each group's attention looks back, None for all; of those that look back on all, the
+    layout `keeps` what it does. Blocks wholly behind a window, or beyond a budget's slots, are freed while a request
+    runs, and replaced by the null block.
     """
 
     def __init__(
@@ -47,6 +68,7 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool,
         max_num_batched_tokens: int,
+        keeps: Keeps = ALL,
     ):
         if not windows or len(windows) != len(num_blocks):
             raise ValueError(f"{len(windows)} windows and {len(num_blocks)} pools: there must be one of each a group")
@@ -58,7 +80,14 @@ class BlockManager:
             raise ValueError(f"windows {list(windows)} must be at least 1 token, or None")
         self.windows, self.num_blocks, self.block_size = tuple(windows), tuple(num_blocks), block_size
         self.caching, self.max_num_batched_tokens = enable_prefix_caching, max_num_batched_tokens
-        self.windowed = any(w is not None for w in windows)
+        self.layout_keeps = keeps
+        self.keeps = [keeps if w is None else Keeps(window=w) for w in windows]
+        self.sinks = [self.ceil(k.sinks) for k in self.keeps]  # blocks
+        self.forgets = any(k != ALL for k in self.keeps)
+        # where the device chooses what stays, chunks end at cuts, and no block is another request's
+        self.cuts = keeps if any(k.budget for k in self.keeps) else None
+        if self.cuts and enable_prefix_caching:
+            raise ValueError(f"enable_prefix_caching=True: under {keeps} a block does not follow from its prefix")
         self.evict: Callable[[BlockPool], int] | None = None
         self.clear()
 
@@ -77,17 +106,15 @@ class BlockManager:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def peak(self, group: int, tokens: int) -> int:
-        """The most blocks a sequence of this length holds at once: a window forgets, but a chunk is written whole."""
-        window = self.windows[group]
-        if window is None:
-            return self.ceil(tokens)
-        return min(self.ceil(tokens), self.ceil(window + self.max_num_batched_tokens) + 1)
+    def peak(self, group: int, tokens: int, prompt: int | None = None) -> int:
+        """The most blocks a sequence of this length holds at once. `prompt` are its prompt's; None: the worst, all."""
+        read = tokens if prompt is None else prompt
+        return peak_blocks(self.keeps[group], tokens, read, self.block_size, self.max_num_batched_tokens)
 
-    def too_small(self, tokens: int) -> int | None:
+    def too_small(self, tokens: int, prompt: int | None = None) -> int | None:
         """The first group whose whole pool cannot hold a sequence of this length; None if all can."""
         groups = range(len(self.pools))
-        return next((g for g in groups if self.peak(g, tokens) > self.num_blocks[g] - 1), None)
+        return next((g for g in groups if self.peak(g, tokens, prompt) > self.num_blocks[g] - 1), None)
 
     def usage(self) -> float:
         """The used part, 0 to 1, of the fullest group."""
@@ -108,16 +135,19 @@ class BlockManager:
             for group in range(len(self.pools)):
                 length = self._longest(group, r.hashes, length)
         tables = []
-        for pool, window in zip(self.pools, self.windows):
-            first = 0 if window is None else max(0, length - self.ceil(window - 1))
-            tables.append((0,) * first + tuple(pool.holder[h + pool.suffix] for h in r.hashes[first:length]))
+        for pool, keeps, sinks in zip(self.pools, self.keeps, self.sinks):
+            first = 0 if keeps.window is None else max(0, length - self.ceil(keeps.window - 1))
+            needed = (i < sinks or i >= first for i in range(length))
+            tables.append(tuple(pool.holder[h + pool.suffix] if n else 0 for h, n in zip(r.hashes, needed)))
         return Hit(length * self.block_size, tuple(tables))
 
     def _longest(self, group: int, hashes: list[bytes], limit: int) -> int:
         """The largest number of blocks, up to limit, after which a sequence of these hashes can go on in this group."""
-        pool, window = self.pools[group], self.windows[group]
+        pool, window, sinks = self.pools[group], self.keeps[group].window, self.sinks[group]
+        whole = limit if window is None else min(limit, sinks)
+        limit = next((i for i in range(whole) if pool.find(hashes[i]) is None), limit)
         if window is None:
-            return next((i for i in range(limit) if pool.find(hashes[i]) is None), limit)
+            return limit
         need, run, end = self.ceil(window - 1), 0, limit
         for i in range(limit - 1, -1, -1):
             if run == need:
@@ -137,11 +167,12 @@ class BlockManager:
         length = len(r.prompt) - 1
         last, partial = divmod(length, self.block_size)
         tables = []
-        for table, window in zip(source.blocks, self.windows):
-            oldest = 0 if window is None else max(0, length - window + 1) // self.block_size
+        for table, keeps, sinks in zip(source.blocks, self.keeps, self.sinks):
+            oldest = 0 if keeps.window is None else max(0, length - keeps.window + 1) // self.block_size
+            sinks = min(sinks, oldest)
             if 0 in table[oldest : last + (partial > 0)]:
                 return None
-            tables.append((0,) * oldest + tuple(table[oldest:last]))
+            tables.append((*table[:sinks], *(0,) * (oldest - sinks), *table[oldest:last]))
         copies = tuple((g, table[last], last) for g, table in enumerate(source.blocks)) if partial else ()
         return Hit(length, tuple(tables), copies)
 
@@ -155,7 +186,8 @@ class BlockManager:
             held = [b for b in hit.blocks[group] if b]
             # a hit on a free block takes that block out of the free ones
             revived = sum(1 for b in held if pool.refs[b] == 0)
-            new = max(self.peak(group, len(r.tokens)) - len(held), self.ceil(upto) - len(hit.blocks[group]))
+            most = self.peak(group, len(r.tokens), len(r.prompt))
+            new = max(most - len(held), self._used(group, r, upto) - len(hit.blocks[group]))
             if new > len(pool.free) - revived - spare:
                 return False
         r.blocks, r.computed, r.registered = [list(b) for b in hit.blocks], hit.length, len(hit.blocks[0])
@@ -163,9 +195,22 @@ class BlockManager:
             for block in table:
                 if block:
                     pool.share(block)
-        for pool, table in zip(self.pools, r.blocks):
-            table += [pool.take() for _ in range(self.ceil(upto) - len(table))]
+        for group, (pool, table) in enumerate(zip(self.pools, r.blocks)):
+            table += [pool.take() for _ in range(self._used(group, r, upto) - len(table))]
+            table += [0] * (self.ceil(upto) - len(table))
         return True
+
+    def _used(self, group: int, r: Request, upto: int) -> int:
+        """Blocks of its table that are in use, from the front, when its tokens below `upto` are computed."""
+        return self.ceil(self.keeps[group].slots(upto, len(r.prompt)))
+
+    def missing(self, r: Request, upto: int) -> int:
+        """Blocks that it needs of the neediest group for its tokens below `upto`."""
+        if not self.cuts:
+            return self.ceil(upto) - len(r.blocks[0])
+        groups = enumerate(zip(self.keeps, r.blocks))
+        # what a cut leaves unused is free only once the request itself goes on
+        return max(0, *(self._used(g, r, upto) - (_front(t) if k.budget else len(t)) for g, (k, t) in groups))
 
     def reserve(self, r: Request, upto: int, writes: list[TableWrite]) -> bool:
         """Makes room for tokens below `upto`; False if a group has too few free blocks. Adds what changed to `writes`.
@@ -174,29 +219,46 @@ class BlockManager:
         whoever gets them writes in a later step.
         """
         assert r.row is not None
-        if self.windowed:
+        if self.forgets:
             self._leave_behind(r, writes)
-        index = len(r.blocks[0])
-        need = self.ceil(upto) - index
-        if need <= 0:
+        length = self.ceil(upto)
+        if length <= len(r.blocks[0]) and not self.cuts:
             return True
-        if any(need > len(pool.free) for pool in self.pools):
+        used, have = [length] * len(self.pools), [len(r.blocks[0])] * len(self.pools)
+        if self.cuts:
+            by_budget = [g for g, k in enumerate(self.keeps) if k.budget]
+            for g in by_budget:
+                used[g], have[g] = self._used(g, r, upto), self._cut(g, r, upto, writes)
+        if any(n - m > len(pool.free) for n, m, pool in zip(used, have, self.pools)):
             return False
-        for group, (pool, table) in enumerate(zip(self.pools, r.blocks)):
-            new = [pool.take() for _ in range(need)]
-            writes.append(TableWrite(group, r.row, index, tuple(new)))
-            table += new
+        for group, (pool, table, first, end) in enumerate(zip(self.pools, r.blocks, have, used)):
+            new = [pool.take() for _ in range(end - first)]
+            if new:
+                writes.append(TableWrite(group, r.row, first, tuple(new)))
+                table[first:end] = new
+            table += [0] * (length - len(table))
         return True
+
+    def _cut(self, group: int, r: Request, upto: int, writes: list[TableWrite]) -> int:
+        """Frees what a budget's cut has left unused, and returns how many blocks there still are."""
+        assert r.row is not None
+        table = r.blocks[group]
+        have, used = _front(table), self._used(group, r, upto)
+        if used < have:
+            self.pools[group].release(reversed(table[used:have]))
+            table[used:have] = [0] * (have - used)
+            writes.append(TableWrite(group, r.row, used, (0,) * (have - used)))
+        return min(have, used)
 
     def _leave_behind(self, r: Request, writes: list[TableWrite]) -> None:
         assert r.row is not None
-        for group, window in enumerate(self.windows):
-            if window is None:
+        for group, (keeps, sinks) in enumerate(zip(self.keeps, self.sinks)):
+            if keeps.window is None:
                 continue
             table = r.blocks[group]
             # one token more than the next query sees: a fork computes the last prompt token again
-            end = start = max(0, r.computed - window) // self.block_size
-            while start and table[start - 1]:
+            end = start = max(0, r.computed - keeps.window) // self.block_size
+            while start > sinks and table[start - 1]:
                 start -= 1
             if start < end:
                 self.pools[group].release(table[i] for i in range(end - 1, start - 1, -1))
@@ -243,13 +305,15 @@ class BlockManager:
             "block_size": self.block_size,
             "enable_prefix_caching": self.caching,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "keeps": vars(self.layout_keeps).copy(),
             "pools": [pool.dump() for pool in self.pools],
         }
 
     @staticmethod
     def load(value: dict[str, Any]) -> BlockManager:
         """The manager that was dumped."""
-        blocks = BlockManager(**{name: v for name, v in value.items() if name != "pools"})
+        made_of: dict[str, Any] = {name: v for name, v in value.items() if name not in ("pools", "keeps")}
+        blocks = BlockManager(**made_of, keeps=Keeps(**value.get("keeps", {})))
         for pool, v in zip(blocks.pools, value["pools"]):
             pool.restore(v)
         return blocks

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
+from ..models.keeps import keeps_of
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
 from ..sharding.rules import as_tuple, check_divides
@@ -278,6 +279,7 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
         config.block_size,
         config.enable_prefix_caching,
         config.max_num_batched_tokens,
+        keeps_of(config.layout),
     )
     kind = RecordedScheduler if config.step_log else Scheduler
     policy = config.scheduling_policy

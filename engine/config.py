@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.interface import CacheLayout, ModelSpec
+from ..models.keeps import keeps_of
 from ..models.logit_edits import LogitsProcessor
 from ..sharding.rules import ShardingRules, check_known, preset
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
@@ -149,6 +150,7 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
         "dtype": DTYPES.get(resolved["dtype"], resolved["dtype"]),
     }
     resolved |= _layout(resolved["layout"], given.get("block_size"))
+    resolved |= _for_layout(resolved["layout"], given)
     fit = resolved["max_model_len"] == -1
     resolved |= {"max_model_len": None} if fit else {}
     config = EngineConfig(**resolved, given=frozenset(given), fit_model_len=fit)
@@ -196,6 +198,20 @@ def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
             f"block_size {block_size} is not the {layout.block_size} of layout {layout!r}: give one of them"
         )
     return {"layout": layout, "block_size": legal_block_size("block_size", layout.block_size)}
+
+
+def _for_layout(layout: CacheLayout, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from a layout that keeps a budget of tokens, of which the device chooses."""
+    if keeps_of(layout).budget is None:
+        return {}
+    if given.get("enable_prefix_caching"):
+        raise ValueError(
+            f"enable_prefix_caching=True: what {layout!r} keeps of a prompt depends on all of it, so no block can be "
+            "another's; leave it out, or False"
+        )
+    if not given.get("enable_chunked_prefill", True):
+        raise ValueError(f"enable_chunked_prefill=False: under {layout!r} chunks end where tokens are dropped")
+    return {"enable_prefix_caching": False}
 
 
 def _check_model(c: EngineConfig) -> None:

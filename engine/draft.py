@@ -28,6 +28,7 @@ class Draft:
     variant: int = 0
     num_logprobs: int = -1
     token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose logprobs are wanted, by request id
+    cuts: bool = False
 
     def computed_before(self, r: Request) -> int:
         """Tokens of a request that earlier steps have computed."""
@@ -47,6 +48,7 @@ class Draft:
             tuple(self.reads),
             tuple(self.token_ids.get(c.request_id, ()) for c in self.chunks if c.samples) if self.token_ids else (),
             tuple(self.ended),
+            self.cuts,
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..models import step
 from ..models.interface import Array, CacheLayout, CacheState, ModelSpec, Sampling, StepInput
+from ..models.keeps import keeps_of
 from ..models.logit_edits import MAX_STOP_IDS
 from ..models.sampling import PARAMS, VARIANTS
 from .backend import Backend
@@ -114,6 +115,9 @@ def generate(
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
     _check_room(cache, prompts_SL.shape, max_tokens)
+    section = keeps_of(layout).section
+    if section is not None and section < prompts_SL.shape[1]:
+        raise NotImplementedError(f"prompts of {prompts_SL.shape[1]} tokens: {layout!r} reads them {section} at a time")
     given: dict[str, Array] = columns or {}
     prompts_SL, lengths_S, given = backend.own((prompts_SL, lengths_S, given))
     ops, xp, (seqs, longest) = backend.ops, backend.ops.xp, prompts_SL.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from ..models.interface import CacheLayout
@@ -33,7 +33,7 @@ def layout_from(text: str, block_size: int) -> CacheLayout:
         # a value that was made in the file: it has its block size
         check_names(f"field of layout {name!r}", given, ())
         return kind
-    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    known: list[str] = list(getattr(kind, "__dataclass_fields__", ()))
     if "block_size" not in known:
         raise ValueError(f"layout {name!r} is no dataclass with a block_size")
     known.remove("block_size")

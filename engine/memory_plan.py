@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves
+from ..models.keeps import Keeps, keeps_of
 from ..models.sampling import row_specs
 from .arguments import GIB
 from .batch import READ_TILE
+from .block_manager import peak_blocks
 from .config import EngineConfig
 
 DEFAULT_CACHE_BYTES = 2 * GIB
@@ -114,9 +116,9 @@ class Planner:
 
     def blocks(self, length: int) -> list[int]:
         """The most blocks that a sequence of this length holds, in each group (as BlockManager.peak)."""
-        size, budget = self.config.block_size, self.config.max_num_batched_tokens
-        whole, windows = -(-length // size), (g.window for g in self.model.groups)
-        return [whole if w is None else min(whole, -(-(w + budget) // size) + 1) for w in windows]
+        size, budget, keeps = self.config.block_size, self.config.max_num_batched_tokens, keeps_of(self.config.layout)
+        groups = [keeps if g.window is None else Keeps(window=g.window) for g in self.model.groups]
+        return [peak_blocks(k, length, length, size, budget) for k in groups]
 
     def bytes_of(self, blocks: Iterable[int]) -> int:
         """Bytes, on one device, of so many blocks of each group."""

@@ -115,6 +115,7 @@ class Plan:
     reads: tuple[Read, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()  # a sampled chunk: ids whose logprobs it wants; empty: nobody does
     ended: tuple[str, ...] = ()  # ids of computed-only requests whose last chunk this is
+    cuts: bool = False  # whether the layout drops tokens of a prompt behind a chunk
 
     @property
     def taps(self) -> tuple[str, ...]:

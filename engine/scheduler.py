@@ -20,7 +20,7 @@ from .reads import end_complete, plan_reads
 from .repetition import STOP_REASON, goes_round
 from .request import Request
 from .scheduler_state import dump_requests, load_requests
-from .siblings import Estates, first_will_compute, may_fork
+from .siblings import Estates, first_will_compute
 from .waiting import WaitingQueue
 
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
@@ -57,7 +57,8 @@ class Scheduler:
         self.waiting: WaitingQueue = self.policy.queue()
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
-        self.estates = Estates()
+        # blocks of which the device chooses what stays are nobody else's
+        self.estates = Estates(forks=self.blocks.cuts is None)
 
     @property
     def has_work(self) -> bool:
@@ -77,10 +78,10 @@ class Scheduler:
             raise ValueError(f"request {r.id!r} wants to read place {r.wanted.stop - 1} of {length} tokens")
         # the last token that is sampled is never computed, so it needs no room
         needed = self._limit(r) - r.samples
-        if (group := self.blocks.too_small(needed)) is not None:
+        if (group := self.blocks.too_small(needed, length)) is not None:
             raise ValueError(
                 f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
-                f"{self.blocks.peak(group, needed)} blocks of {self.blocks.block_size} tokens, and there are "
+                f"{self.blocks.peak(group, needed, length)} blocks of {self.blocks.block_size} tokens, and there are "
                 f"{self.blocks.num_blocks[group] - 1}"
             )
 
@@ -253,7 +254,7 @@ class Scheduler:
 
     def _continue(self, draft: Draft, requests: Iterable[Request]) -> None:
         """Plans the next tokens of running requests, in this order."""
-        size, windowed = self.blocks.block_size, self.blocks.windowed
+        size, forgets, cuts = self.blocks.block_size, self.blocks.forgets, self.blocks.cuts
         for r in requests:
             if r.row is None:
                 continue
@@ -267,7 +268,8 @@ class Scheduler:
             n = num_tokens - r.computed
             if n > 1:
                 n = min(self._capped(r, n, draft), draft.budget)
-            if (windowed or r.computed + n > len(r.blocks[0]) * size) and not self._make_room(r, n, draft):
+                n = n if cuts is None else min(n, cuts.chunk(r.computed, len(r.prompt)) or n)
+            if (forgets or r.computed + n > len(r.blocks[0]) * size) and not self._make_room(r, n, draft):
                 continue
             draft.planned[r] = n
             draft.budget -= n
@@ -328,7 +330,7 @@ class Scheduler:
             return Reason.IN_FLIGHT
         if r.compiling:
             return Reason.GRAMMAR
-        if not may_fork(r) or not first_will_compute(r, draft):
+        if not self.estates.may_fork(r) or not first_will_compute(r, draft):
             return None
         if r.first not in families and self.estates.fork(r, self.running, draft, self.blocks):
             return None
@@ -351,6 +353,8 @@ class Scheduler:
         if n > draft.budget and not self.config.enable_chunked_prefill:
             return Reason.NO_BUDGET
         n = min(n, draft.budget)
+        if self.blocks.cuts:
+            n = min(n, self.blocks.cuts.chunk(0, len(r.prompt)) or n)
         if not self.blocks.admit(r, hit, hit.length + n, spare + (self.spare_blocks if self.running else 0)):
             return self._admit(r, draft, spare) if self.estates.settle(self.blocks) else Reason.NO_ROOM
         self.waiting.remove(r)
@@ -379,11 +383,13 @@ class Scheduler:
 
     def _commit(self, planned: dict[Request, int], draft: Draft) -> None:
         """Counts what is planned as computed. The hottest loop of a step: it calls nothing that it need not."""
-        chunks, blocks, size = draft.chunks, self.blocks, self.blocks.block_size
+        chunks, blocks, size, cuts = draft.chunks, self.blocks, self.blocks.block_size, self.blocks.cuts
         for r, n in planned.items():
             start, known = r.computed, len(r.tokens)
             r.computed = end = start + n
             samples = end == known + r.in_flight and r.samples
+            if cuts is not None and cuts.left(end, len(r.prompt)) < cuts.slots(end, len(r.prompt)):
+                draft.cuts = True
             assert r.row is not None
             chunks.append(Chunk(r.id, r.row, start, n, samples))
             if samples:
@@ -418,7 +424,7 @@ class Scheduler:
     def _blocks_wanted(self, decodes: Iterable[Request]) -> int:
         """Blocks of each group that these running requests need for their next token: newcomers must leave them."""
         still = [r for r in decodes if r.row is not None and not self._ends_unread(r)]
-        return sum(self.blocks.ceil(r.computed + 1) - len(r.blocks[0]) for r in still)
+        return sum(self.blocks.missing(r, r.computed + 1) for r in still)
 
     def _capped(self, r: Request, n: int, draft: Draft) -> int:
         """n, or the long-prefill threshold if somebody else could use the budget."""

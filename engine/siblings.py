@@ -42,13 +42,15 @@ class Estates:
     Without them, siblings of one that ends with its first token would have nobody to fork from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forks: bool = True) -> None:
+        """Without `forks` nobody is an heir: each computes its prompt."""
+        self.forks = forks
         self.heirs: Counter[Request] = Counter()  # siblings that have never run, by the first of the family
         self.kept: list[Request] = []
 
     def expect(self, r: Request) -> None:
         """Counts a request that is queued, if it has never run."""
-        if r.first is not None and r.num_cached is None:
+        if self.forks and r.first is not None and r.num_cached is None:
             self.heirs[r.first] += 1
 
     def keeps(self, r: Request) -> bool:
@@ -60,11 +62,15 @@ class Estates:
 
     def fork(self, r: Request, running: Iterable[Request], draft: Draft, blocks: BlockManager) -> Hit | None:
         """What a request may fork from a sibling that runs, or has left its blocks here."""
-        return fork(r, (*running, *self.kept), draft, blocks) if may_fork(r) else None
+        return fork(r, (*running, *self.kept), draft, blocks) if self.may_fork(r) else None
+
+    def may_fork(self, r: Request) -> bool:
+        """Whether it may take its prompt over from a sibling."""
+        return self.forks and may_fork(r)
 
     def served(self, r: Request, blocks: BlockManager) -> None:
         """Takes note that a request is about to run for the first time, or has ended without."""
-        if r.first is None or r.num_cached is not None:
+        if not self.forks or r.first is None or r.num_cached is not None:
             return
         self.heirs[r.first] -= 1
         if not self.heirs[r.first]:

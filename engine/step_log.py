@@ -121,6 +121,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         value["token_ids"] = [list(ids) for ids in plan.token_ids]
     if plan.ended:
         value["ended"] = list(plan.ended)
+    if plan.cuts:
+        value["cuts"] = True
     return value
 
 
@@ -138,6 +140,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         tuple(_read(*r) for r in value.get("reads", ())),
         tuple(map(tuple, value.get("token_ids", ()))),
         tuple(value.get("ended", ())),
+        value.get("cuts", False),
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .keeps import Keeps
+
 Array = Any  # a jax.Array or a torch.Tensor: models never ask which
 LayerCache = dict[str, Array]
 
@@ -103,6 +105,7 @@ class Step:
     ropes: dict[str, Rope]
     extra: dict[str, Array]
     shared: SharedPrefixes | None = None
+    prompt_lens_S: Array | None = None  # None: made by hand, for a layout that keeps everything
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,11 @@ class CacheLayout(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    @property
+    def keeps(self) -> Keeps:
+        """What it keeps of a sequence, in layers without a window of their own; all, for a layout without `keeps`."""
+        ...
 
     def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
         """The arrays of one layer. dtype None is the cache dtype."""

@@ -36,6 +36,7 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
         ropes=ropes,
         extra=inputs.extra,
         shared=inputs.shared[group] if inputs.shared else None,
+        prompt_lens_S=rows["prompt_len"][inputs.rows_S],
     )
 
 

@@ -118,7 +118,8 @@ class Device:
 
     def __init__(self, scheduler: Scheduler):
         blocks = scheduler.blocks
-        self.size, self.windows = blocks.block_size, blocks.windows
+        self.size, self.windows = blocks.block_size, [k.window for k in blocks.keeps]
+        self.sinks = [k.sinks for k in blocks.keeps]
         self.slots = [[[None] * self.size for _ in range(n)] for n in blocks.num_blocks]
         longest = blocks.ceil(scheduler.config.max_model_len)
         self.tables = [[[0] * longest for _ in range(scheduler.config.max_num_seqs)] for _ in blocks.windows]
@@ -165,12 +166,9 @@ class Device:
         for group, window in enumerate(self.windows):
             oldest = 0 if window is None else max(0, c.start - window + 1)
             table, slots = self.tables[group][c.row], self.slots[group]
-            for index in range(oldest // size, -(-row.computed // size)):
-                low, high = max(oldest - index * size, 0), min(row.computed - index * size, size)
-                seen = slots[table[index]][low:high]
-                assert seen == row.pasts[index * size + low : index * size + high], (
-                    f"{c.request_id} reads another's K/V"
-                )
+            for position in (*range(min(self.sinks[group], oldest)), *range(oldest, row.computed)):
+                seen = slots[table[position // size]][position % size]
+                assert seen == row.pasts[position], f"{c.request_id} reads another's K/V"
 
     def _sample(self, at: int) -> int:
         row = self.rows[at]
