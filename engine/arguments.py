@@ -11,6 +11,7 @@ from ..models.logprobs import MODES
 from ..sharding.rules import ShardingRules
 from . import checks
 from .checks import mapping
+from .layout_names import kv_cache_dtype
 from .loading.checkpoint import LOAD_FORMATS
 from .logits_processors import checked_processors
 from .policy import checked_policy
@@ -277,6 +278,14 @@ WORKING = (
     Argument("async_scheduling", "bool", True, "plan step k + 1 before the tokens of k are known", checks.flag),
     # the cache
     Argument("block_size", "int", 16, f"tokens of a block: {', '.join(map(str, BLOCK_SIZES))}", legal_block_size),
+    Argument(
+        "kv_cache_dtype",
+        "str",
+        "auto",
+        "auto: the model's; float16, bfloat16 or float32; fp8 or fp8_e4m3, fp8_per_token_head, int8 or "
+        "int8_per_token_head: it names a layout",
+        kv_cache_dtype,
+    ),
     Argument("enable_prefix_caching", "bool", True, "reuse the blocks of equal prompt beginnings", checks.flag),
     Argument(
         "disable_cascade_attn",
@@ -365,8 +374,7 @@ OFFLOAD, PARALLEL, SERVER = "swapping and offloading", "this kind of parallelism
 
 LATER = (
     Later("quantization", None, "quantization"),
-    Later("kv_cache_dtype", "auto", "a cache dtype of its own"),
-    Later("calculate_kv_scales", False, "a cache dtype of its own"),
+    Later("calculate_kv_scales", False, "a scale of the whole cache (int8 and fp8_per_token_head have one a token)"),
     Later("speculative_config", None, SPECULATIVE),
     Later("speculative_model", None, SPECULATIVE),
     Later("num_speculative_tokens", None, SPECULATIVE, (0,)),

@@ -91,11 +91,14 @@ class Backend(Protocol):
         """Bytes of the whole device, whoever has them; None where that is the host's memory."""
         ...
 
-    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
-        """Whether attention of these specs costs the same with a wider block table."""
+    def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
+        """Whether attention of these specs costs the same with a wider block table.
+
+        Asked of a cache of this dtype, None being the backend's own, with scales or not.
+        """
         ...
 
-    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+    def shares_prefixes(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs reads prefixes once that sequences share."""
         ...
 

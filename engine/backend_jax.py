@@ -207,13 +207,13 @@ class JaxBackend:
             for one in waiting:
                 one.result()
 
-    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+    def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""
-        return self.ops.any_width(specs, self.dtype)
+        return self.ops.any_width(specs, cache or self.dtype, scaled)
 
-    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+    def shares_prefixes(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs reads prefixes once that sequences share."""
-        return self.ops.shares_prefixes(specs, self.dtype)
+        return self.ops.shares_prefixes(specs, cache or self.dtype, scaled)
 
     def consume(self, tree: Any) -> Any:
         """The tree as it is: outside `compile`, donating is for the caller's own jit to say."""

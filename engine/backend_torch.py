@@ -271,13 +271,15 @@ class TorchBackend:
         """Bytes of the GPU, whoever has them; None on a CPU."""
         return torch.cuda.mem_get_info()[1] if self.device.type == "cuda" else None
 
-    def any_width(self, specs: Iterable[Any]) -> bool:
+    def any_width(self, specs: Iterable[Any], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""
-        return all(self.ops.any_width(spec, getattr(torch, self.dtype), self.device) for spec in set(specs))
+        own, held = getattr(torch, self.dtype), getattr(torch, cache or self.dtype)
+        return all(self.ops.any_width(spec, own, self.device, held, scaled) for spec in set(specs))
 
-    def shares_prefixes(self, specs: Iterable[Any]) -> bool:
+    def shares_prefixes(self, specs: Iterable[Any], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs reads prefixes once that sequences share."""
-        return all(self.ops.shares_prefixes(spec, getattr(torch, self.dtype), self.device) for spec in set(specs))
+        own, held = getattr(torch, self.dtype), getattr(torch, cache or self.dtype)
+        return all(self.ops.shares_prefixes(spec, own, self.device, held, scaled) for spec in set(specs))
 
     def _dtype(self, spec: ArraySpec) -> torch.dtype:
         return getattr(torch, spec.dtype or self.dtype)

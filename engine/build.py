@@ -258,6 +258,7 @@ def _weights(
 
 
 def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: Backend) -> Shapes:
+    cache = _cache_of_ops(config.layout, model)
     return Shapes.chain(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -267,9 +268,19 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         exact=backend.eager,
         graph_tokens=backend.graph_tokens,
-        any_width=backend.any_width(model.attention),
-        shared_prefixes=not config.disable_cascade_attn and backend.shares_prefixes(model.attention),
+        any_width=backend.any_width(model.attention, *cache) if cache else False,
+        shared_prefixes=cache is not None
+        and not config.disable_cascade_attn
+        and backend.shares_prefixes(model.attention, *cache),
     )
+
+
+def _cache_of_ops(layout: CacheLayout, model: ModelSpec) -> tuple[str | None, bool] | None:
+    """The dtype of the cache that ops.attention will read, and whether it has scales; None: the layout gathers."""
+    if not hasattr(layout, "order"):
+        return None
+    cache = layout.spec(model.attention[0], 1)
+    return cache["k"].dtype, "k_scale" in cache
 
 
 def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Scheduler:

@@ -16,7 +16,7 @@ from ..sharding.rules import ShardingRules, check_known, preset
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
-from .layout_names import layout_from
+from .layout_names import layout_from, layout_of_dtype
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
 LARGE_GPU = 70 * 2**30  # bytes
@@ -72,6 +72,7 @@ class EngineConfig:
     watermark: float
     async_scheduling: bool
     block_size: int
+    kv_cache_dtype: str  # as asked for; the layout has it
     enable_prefix_caching: bool
     disable_cascade_attn: bool
     num_gpu_blocks_override: int | tuple[int, ...] | None
@@ -149,7 +150,7 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
         "backend": resolve_backend(resolved["backend"]),
         "dtype": DTYPES.get(resolved["dtype"], resolved["dtype"]),
     }
-    resolved |= _layout(resolved["layout"], given.get("block_size"))
+    resolved |= _layout(resolved["layout"], given.get("block_size"), resolved["kv_cache_dtype"], "layout" in given)
     resolved |= _for_layout(resolved["layout"], given)
     fit = resolved["max_model_len"] == -1
     resolved |= {"max_model_len": None} if fit else {}
@@ -187,8 +188,10 @@ def _model(model: Any) -> Any:
     raise ValueError(f"model {model!r} is not a name, a path or a ModelSpec")
 
 
-def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
+def _layout(layout: Any, block_size: int | None, dtype: str, given: bool) -> dict[str, Any]:
     """The layout as a value, and the block size, which is a part of it."""
+    if dtype != "auto" and not given:
+        layout = layout_of_dtype(dtype, block_size or DEFAULT_BLOCK_SIZE)
     if isinstance(layout, str):
         layout = layout_from(layout, block_size or DEFAULT_BLOCK_SIZE)
     if not all(hasattr(layout, name) for name in ("block_size", "spec", "attention")):
@@ -197,6 +200,8 @@ def _layout(layout: Any, block_size: int | None) -> dict[str, Any]:
         raise ValueError(
             f"block_size {block_size} is not the {layout.block_size} of layout {layout!r}: give one of them"
         )
+    if dtype != "auto" and layout != (asked := layout_of_dtype(dtype, layout.block_size)):
+        raise ValueError(f"kv_cache_dtype {dtype!r} asks for layout {asked!r}, not {layout!r}: give one of them")
     return {"layout": layout, "block_size": legal_block_size("block_size", layout.block_size)}
 
 

@@ -8,8 +8,24 @@ from typing import Any
 
 from ..models.interface import CacheLayout
 from ..models.layouts import LAYOUTS
-from .checks import check_names
+from .checks import check_names, choice
 from .user_code import named_in_file
+
+# as vLLM's users call them; what is no name of a layout is the dtype of a token_major one
+KV_CACHE_DTYPES = {
+    "auto": "auto",
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_per_token_head": "fp8_per_token_head",
+    "int8": "int8",
+    "int8_per_token_head": "int8",
+}
+LATER_KV_CACHE_DTYPES = ("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "int4_per_token_head", "nvfp4")
 
 
 def layout_from(text: str, block_size: int) -> CacheLayout:
@@ -39,6 +55,19 @@ def layout_from(text: str, block_size: int) -> CacheLayout:
     known.remove("block_size")
     check_names(f"field of layout {name!r}", given, known)
     return kind(block_size=block_size, **given)
+
+
+def kv_cache_dtype(name: str, value: Any) -> str:
+    """What KV_CACHE_DTYPES makes of a name. NotImplementedError for what vLLM has and we have not."""
+    if value in LATER_KV_CACHE_DTYPES:
+        known = ", ".join(KV_CACHE_DTYPES)
+        raise NotImplementedError(f"kv_cache_dtype={value!r} is not supported yet: use one of {known}")
+    return KV_CACHE_DTYPES[choice(name, value, tuple(KV_CACHE_DTYPES))]
+
+
+def layout_of_dtype(dtype: str, block_size: int) -> CacheLayout:
+    """The layout that a kv_cache_dtype other than "auto" asks for."""
+    return LAYOUTS[dtype](block_size) if dtype in LAYOUTS else LAYOUTS["token_major"](block_size, dtype)
 
 
 def layout_text(layout: CacheLayout) -> str | None:

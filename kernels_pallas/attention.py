@@ -112,20 +112,20 @@ class AttentionOp:
             self.plans[name, group] = IMPLEMENTATIONS[name].plan(step)
         return self.plans[name, group]
 
-    def any_width(self, specs: Iterable, dtype: str) -> bool:
+    def any_width(self, specs: Iterable, dtype: str, scaled: bool) -> bool:
         """Whether for all these layers a wider block table costs nothing."""
-        return all(n is not None and n.any_width for n in self.likely(specs, dtype))
+        return all(n is not None and n.any_width for n in self.likely(specs, dtype, scaled))
 
-    def shares_prefixes(self, specs: Iterable, dtype: str) -> bool:
+    def shares_prefixes(self, specs: Iterable, dtype: str, scaled: bool) -> bool:
         """Whether for all these layers a prefix that sequences share is read once."""
-        return all(n is not None and n.shares for n in self.likely(specs, dtype))
+        return all(n is not None and n.shares for n in self.likely(specs, dtype, scaled))
 
-    def likely(self, specs: Iterable, dtype: str) -> list[Implementation | None]:
+    def likely(self, specs: Iterable, dtype: str, scaled: bool) -> list[Implementation | None]:
         """What will serve these layers, asked before there is a cache: with blocks of the usual size."""
-        question = (dtype, jax.default_backend(), self.mode, 16)
+        question = (dtype, jax.default_backend(), self.mode, 16, scaled)
         names = PREFERENCE[question[1]] if self.name == "auto" else (self.name,)
-        known = [IMPLEMENTATIONS[n] for n in names]
-        return [next((i for i in known if i.supports(s, *question) is None), None) for s in specs]
+        chosen = [next((n for n in names if why_not(n, s, *question) is None), None) for s in specs]
+        return [None if n is None else IMPLEMENTATIONS[n] for n in chosen]
 
     def choose(self, spec: Any, dtype: str, platform: str, block_size: int, scaled: bool = False) -> str:
         """The implementation for a cache of `dtype`. Raises NotImplementedError if a named one cannot serve it."""

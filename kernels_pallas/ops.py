@@ -106,13 +106,13 @@ class JaxOps:
         """
         return self._attention(q_TKGD, k, v, order, step, spec, sinks, scales)
 
-    def any_width(self, specs: Iterable, dtype: str) -> bool:
-        """Whether attention with all these specs costs the same under a wider block table."""
-        return self._attention.any_width(specs, dtype)
+    def any_width(self, specs: Iterable, dtype: str, scaled: bool) -> bool:
+        """Whether attention with all these specs, over a cache of dtype, costs the same under a wider block table."""
+        return self._attention.any_width(specs, dtype, scaled)
 
-    def shares_prefixes(self, specs: Iterable, dtype: str) -> bool:
+    def shares_prefixes(self, specs: Iterable, dtype: str, scaled: bool) -> bool:
         """Whether attention with all these specs reads prefixes once that sequences share."""
-        return self._attention.shares_prefixes(specs, dtype)
+        return self._attention.shares_prefixes(specs, dtype, scaled)
 
     def shards(self, *axes: str | None) -> tuple[str, ...]:
         """The mesh axes over which this step's local shards of these logical axes are spread; each once."""

@@ -225,13 +225,15 @@ class TorchOps:
         more = () if scales is None else (scales,)
         return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan, *more)
 
-    def any_width(self, spec: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    def any_width(self, spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype, scaled: bool) -> bool:
         """Whether attention of that spec costs the same with a wider block table."""
-        return self._chosen((spec, dtype, device, dtype, False)).any_width
+        return self._chosen((spec, dtype, device, cache, scaled)).any_width
 
-    def shares_prefixes(self, spec: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    def shares_prefixes(
+        self, spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype, scaled: bool
+    ) -> bool:
         """Whether attention of that spec reads prefixes once that sequences share."""
-        return self._chosen((spec, dtype, device, dtype, False)).shares
+        return self._chosen((spec, dtype, device, cache, scaled)).shares
 
     def _implementation(self, q: Tensor, spec: Any, cache: torch.dtype, scaled: bool) -> Implementation:
         # by identity first: a spec's hash costs as much as a small kernel. It is kept, so that its id stays its own

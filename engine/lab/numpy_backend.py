@@ -70,11 +70,11 @@ class NumpyBackend:
     def total_memory(self) -> int | None:
         return None
 
-    def shares_prefixes(self, specs: Iterable[AttentionSpec]) -> bool:
+    def shares_prefixes(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """No: it reads every sequence's own."""
         return False
 
-    def any_width(self, specs: Iterable[AttentionSpec]) -> bool:
+    def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         return True
 
     def num_compiles(self) -> int:

@@ -10,18 +10,19 @@ from ..interface import Array, ArraySpec, AttentionSpec, LayerCache, Step
 
 @dataclass(frozen=True)
 class TokenMajor:
-    """[N, P, K, D], as vLLM's flash backend: a token's heads lie together."""
+    """[N, P, K, D], as vLLM's flash backend: a token's heads lie together. `dtype` None: that of the model."""
 
     block_size: int = 16
+    dtype: str | None = None
     order: ClassVar[str] = "n p k d"
 
     def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
-        """One array for keys and one for values, in the cache dtype."""
+        """One array for keys and one for values."""
         size = {"n": num_blocks, "p": self.block_size, "k": attention.num_kv_heads}
         axes = tuple({"k": "kv_heads", "n": "blocks"}.get(a) for a in self.order.split())
 
         def array(dim: int) -> ArraySpec:
-            return ArraySpec(tuple((size | {"d": dim})[a] for a in self.order.split()), axes, None, "zeros")
+            return ArraySpec(tuple((size | {"d": dim})[a] for a in self.order.split()), axes, self.dtype, "zeros")
 
         return {"k": array(attention.k_dim), "v": array(attention.v_dim)}
 
@@ -39,3 +40,9 @@ class HeadMajor(TokenMajor):
     """[N, K, P, D]: a head's keys of one block lie together."""
 
     order: ClassVar[str] = "n k p d"
+
+
+def turned(ops: Any, parts: dict[str, Array], step: Step, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Queries and keys after rope, for layouts that do more with them than write them."""
+    rope = None if spec.rope is None else step.ropes[spec.rope]
+    return (parts["q"], parts["k"]) if rope is None else (ops.rope(parts["q"], rope), ops.rope(parts["k"], rope))

@@ -111,7 +111,8 @@ REFUSED = {
     "limit_mm_per_prompt": {"image": 2},
     "enable_lora": True,
     "trust_remote_code": True,
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "nvfp4",
+    "calculate_kv_scales": True,
     "load_format": "tensorizer",
     "host": "0.0.0.0",
 }
@@ -137,6 +138,36 @@ def test_what_is_not_built_is_acceptedinstalled_where_it_asks_for_nothing(later)
         assert engine_config("m", **{later.name: value}) == engine_config("m")
     with pytest.raises(NotImplementedError, match=later.name):
         engine_config("m", **{later.name: "something else"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        ("fp8", "fp8"),
+        ("fp8_e4m3", "fp8"),
+        ("fp8_per_token_head", "fp8_per_token_head"),
+        ("int8", "int8"),
+        ("int8_per_token_head", "int8"),
+        ("bfloat16", 'token_major:dtype="bfloat16"'),
+        ("half", 'token_major:dtype="float16"'),
+    ],
+)
+def test_a_cache_dtype_names_a_layout(dtype, layout):
+    found = engine_config("m", kv_cache_dtype=dtype, block_size=32)
+    assert found.layout == engine_config("m", layout=layout, block_size=32).layout
+    assert found == dataclasses.replace(
+        engine_config("m", kv_cache_dtype=dtype, layout=found.layout), given=found.given
+    )
+    assert engine_config("m", kv_cache_dtype="auto", layout=layout).layout != engine_config("m").layout
+
+
+def test_a_cache_dtype_that_is_not_the_layouts_is_refused():
+    with pytest.raises(ValueError, match=r"kv_cache_dtype 'int8' asks for layout Int8.*, not HeadMajor"):
+        engine_config("m", kv_cache_dtype="int8", layout="head_major")
+    with pytest.raises(NotImplementedError, match=r"kv_cache_dtype='fp8_e5m2' is not supported yet: use one of auto"):
+        engine_config("m", kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ValueError, match="kv_cache_dtype 'fp9'"):
+        engine_config("m", kv_cache_dtype="fp9")
 
 
 @pytest.mark.parametrize(

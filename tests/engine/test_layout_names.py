@@ -16,7 +16,7 @@ from octavo.models.layouts import TokenMajor
 class Mine(TokenMajor):
     size: int = 3
 
-made = Mine(8, 5)
+made = Mine(8, size=5)
 
 class Bare:
     pass

@@ -3,18 +3,86 @@
 from __future__ import annotations
 
 import layout_suite
+import ml_dtypes
+import numpy as np
 import pytest
-from backends import BACKENDS
+from backends import BACKENDS, QUIET
 from tiny import GREEDY, PROMPTS, engine, tokens
 
 from octavo.engine.backend import get_backend
 from octavo.models.layouts import LAYOUTS
 
+EXACT = ("token_major", "head_major", "k_transposed")
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def int8(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    return np.round(x / scale) * scale
+
+
+def fp8(x: np.ndarray) -> np.ndarray:
+    return x.astype(E4M3).astype(np.float32)
+
+
+def fp8_per_token_head(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(448)
+    return np.clip(x / scale, -448, 448).astype(E4M3).astype(np.float32) * scale
+
+
+# what the cache holds of rows [L, K, D], and by how much that may be wrong, as a part of the row's largest number
+ROUNDED = {
+    "int8": (int8, 0.5 / 127),
+    "fp8": (fp8, 2**-4),
+    "fp8_per_token_head": (fp8_per_token_head, 2**-4),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exact_layout(backend: str, name: str) -> None:
+    layout_suite.check_all(LAYOUTS[name](8), get_backend(backend))
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layout_that_rounds(backend: str, name: str) -> None:
+    rounded, _ = ROUNDED[name]
+    layout_suite.check_lossy(LAYOUTS[name](8), get_backend(backend), lambda k, v, position: (rounded(k), rounded(v)))
+
+
+SLOW_TO_COMPILE = [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("backend", SLOW_TO_COMPILE)
+def test_tokens_of_a_layout_that_rounds_do_not_depend_on_the_steps(backend: str, name: str) -> None:
+    layout_suite.check_tokens_are_the_same(LAYOUTS[name](8), backend)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_is_as_small_as_the_bits_allow(name: str) -> None:
+    """So that attention over what is held, which the suite proves, is near to attention over what was given."""
+    rounded, part = ROUNDED[name]
+    x = np.random.default_rng(0).standard_normal((500, 2, 16)).astype(np.float32) * 3
+    assert (np.abs(rounded(x) - x) <= part * np.abs(x).max(-1, keepdims=True) * 1.001).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_that_could_not_be_divided_or_held(backend: str) -> None:
+    for name in ROUNDED:
+        assert (layout_suite.attended(LAYOUTS[name](8), get_backend(backend), 0.0) == 0).all()
+    for name, large in (("fp8", 448), ("fp8_per_token_head", 1e4), ("int8", 1e4)):
+        found = layout_suite.attended(LAYOUTS[name](8), get_backend(backend), 1e4)
+        np.testing.assert_allclose(found, large, rtol=1e-5)
+
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_suite(backend: str, name: str) -> None:
-    layout_suite.check_all(LAYOUTS[name](8), get_backend(backend))
+def test_the_memory_plan_counts_every_array(name: str) -> None:
+    """Bytes as they lie on the device: all layers, each array."""
+    llm = engine(layout=name, **QUIET)
+    caches = [layer for group in llm.runner.cache.groups for layer in group]
+    assert sum(x.nbytes for layer in caches for x in layer.values()) == llm.memory_plan.cache_bytes
 
 
 def test_a_layout_by_name_or_by_value_is_the_same() -> None:
