@@ -40,10 +40,12 @@ def supports_everything(spec: Any, dtype: str, platform: str, mode: str, block_s
 
 IMPLEMENTATIONS = {
     "cpu": Implementation(cpu_attention.attend, cpu_attention.supports, cpu_attention.plan),
-    "mosaic_gpu": Implementation(mosaic_gpu.attend, mosaic_gpu.supports, ragged.Plan, True, mosaic_gpu.prepare),
+    "mosaic_gpu": Implementation(
+        mosaic_gpu.attend, mosaic_gpu.supports, ragged.Plan, True, mosaic_gpu.prepare, shares=True
+    ),
     "mosaic_tpu": Implementation(mosaic_tpu.attend, mosaic_tpu.supports, ragged.Plan, True, mosaic_tpu.prepare),
     "triton_lowered": Implementation(
-        triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare
+        triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare, shares=True
     ),
     "reference": Implementation(reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True),
 }

@@ -51,7 +51,9 @@ def attend(
     Reference: reference.py. Tolerance: 2e-2 absolute, for inputs of unit variance.
     """
     on_cpu, table = jax.default_backend() == "cpu", step.block_tables_SB
-    single = triton_lowered.decode(q_TKGD, k, v, table, plan.rows, sinks_KG, order=order, spec=spec, interpret=on_cpu)
+    single = triton_lowered.decode(
+        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, order=order, spec=spec, interpret=on_cpu
+    )
     if plan.decode:
         return plan.join(single, None)
     interpret = mosaic_prefill.interpreter() if on_cpu else None

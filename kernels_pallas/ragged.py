@@ -33,6 +33,15 @@ class Tiles(NamedTuple):
     count_1: jax.Array
 
 
+class Prefixes(NamedTuple):
+    """First blocks that sequences of one token have in common: models/interface.py's SharedPrefixes, for rows."""
+
+    members_WC: jax.Array
+    lengths_W: jax.Array
+    token_S: jax.Array  # where a sequence's query is
+    length_I: jax.Array  # tokens that a row shares
+
+
 @jax.tree_util.register_pytree_node_class
 class Plan:
     """What the layers of a step share. Tiles of a size are made once, when first asked for. A pytree."""
@@ -53,18 +62,25 @@ class Plan:
             length_S = jnp.where(self.counts_S == 1, self.lengths_S, 0).astype(jnp.int32)
             last = self.num_tokens - 1
             self.rows = Rows(seq_S, jnp.clip(self.starts_S, 0, last).astype(jnp.int32), length_S)
+        self.prefixes = None
+        if step.shared is not None:
+            length_I = jnp.where(self.rows.length_I > 0, step.shared.lengths_S[self.rows.seq_I], 0)
+            token_S = jnp.minimum(self.starts_S, self.num_tokens - 1)
+            self.prefixes = Prefixes(step.shared.members_WC, step.shared.lengths_W, token_S, length_I)
         self._made: dict[Any, Any] = {}
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays, and what is no array."""
-        arrays = (self.counts_S, self.starts_S, self.lengths_S, self.seq_T, self.real_T, self.rows, self._made)
+        arrays = (self.counts_S, self.starts_S, self.lengths_S, self.seq_T, self.real_T, self.rows)
+        arrays = (*arrays, self.prefixes, self._made)
         return arrays, (self.decode, self.num_tokens)
 
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> Plan:
         """The plan again."""
         plan = object.__new__(cls)
-        plan.counts_S, plan.starts_S, plan.lengths_S, plan.seq_T, plan.real_T, plan.rows, plan._made = arrays
+        plan.counts_S, plan.starts_S, plan.lengths_S, plan.seq_T, plan.real_T, plan.rows = arrays[:6]
+        plan.prefixes, plan._made = arrays[6:]
         plan.decode, plan.num_tokens = static
         return plan
 

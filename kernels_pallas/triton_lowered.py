@@ -2,13 +2,13 @@
 
 Two kernels and a merge. Decode: a program takes one sequence, one kv head (all its query heads are rows of one product)
 and one part of the keys. Prefill: a program takes a tile of queries of one sequence, again with all heads of a kv head.
-Letters: M rows of a product (query x head), N keys of a tile, D padded to a power of two in registers only.
+Letters as in triton_tiles.py.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from .ragged import HIDDEN, LOG2_E, Plan, Rows, Tiles, split_count
+from . import shared_prefix
+from .ragged import HIDDEN, Plan, Prefixes, Rows, Tiles, split_count
+from .triton_tiles import (
+    FAR,
+    Keys,
+    Sizes,
+    attend_tile,
+    decode_sizes,
+    load,
+    mask_of,
+    power_of_two,
+    prefill_sizes,
+    start,
+)
 
-ORDERS = ("n p k d", "n k p d")
-FAR = 1 << 30  # a window that hides nothing
 CACHES = ("float32", "bfloat16", "float16")
-
-
-class Sizes(NamedTuple):
-    """How a kernel is cut and launched."""
-
-    rows: int  # M
-    keys: int  # N
-    warps: int
-    stages: int
 
 
 def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:
@@ -54,7 +56,9 @@ def attend(
     """
     interpret = jax.default_backend() == "cpu"
     table = step.block_tables_SB
-    single = decode(q_TKGD, k, v, table, plan.rows, sinks_KG, order=order, spec=spec, interpret=interpret)
+    single = decode(
+        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, order=order, spec=spec, interpret=interpret
+    )
     if plan.decode:
         return plan.join(single, None)
     sizes = prefill_sizes(spec, k.dtype.itemsize)
@@ -69,96 +73,16 @@ def prepare(plan: Plan, spec: Any, itemsize: int) -> None:
         plan.tiles(prefill_sizes(spec, itemsize).rows // spec.group_size)
 
 
-def decode_sizes(spec: Any, itemsize: int) -> Sizes:
-    """Of the decode kernel: bound by memory, so what counts is how many loads are in flight."""
-    wide = power_of_two(spec.k_dim) * itemsize
-    rows = max(16, power_of_two(spec.group_size))
-    # measured on an H200 at 256 bytes a key; wider keys want fewer at a time for the same loads in flight
-    return Sizes(rows, 64, 2, 3) if wide <= 256 else Sizes(rows, 32 if wide <= 512 else 16, 4, 3)
+def decode_kernel(
+    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool
+) -> None:
+    """One row, one kv head, one part of the keys: an output, or a partial one with its maximum and sum to be joined.
 
-
-def prefill_sizes(spec: Any, itemsize: int) -> Sizes:
-    """Of the prefill kernel: bound by products, so tiles are as large as registers and shared memory allow."""
-    wide = power_of_two(max(spec.k_dim, spec.v_dim)) * itemsize
-    if itemsize == 4:
-        return Sizes(max(32, power_of_two(spec.group_size)), 32 if wide <= 512 else 16, 4, 2)
-    rows = max(128, power_of_two(spec.group_size))
-    return Sizes(rows, 128 if wide <= 256 else 32, 8, 2)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n, and at least 16: the least side of a product."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-class Keys(NamedTuple):
-    """Where a program's keys and values are."""
-
-    k_ref: Any
-    v_ref: Any
-    table_ref: Any
-    order: str
-    seq: jax.Array
-    head: jax.Array
-
-    def load(self, ref: Any, dim: int, key_N: jax.Array, seen_N: jax.Array | None) -> jax.Array:
-        """[N, D] rows of the cache, zeros where not seen (None: all are) and beyond `dim`."""
-        size = self.k_ref.shape[self.order.split().index("p")]
-        other = None if seen_N is None else 0
-        block_N = plt.load(self.table_ref.at[self.seq, key_N // size], mask=seen_N, other=other)
-        d_D = jnp.arange(power_of_two(dim))
-        at = {"n": block_N[:, None], "p": (key_N % size)[:, None], "k": self.head, "d": d_D[None, :]}
-        return load(ref.at[tuple(at[a] for a in self.order.split())], seen_N, d_D, dim, key_N.shape[0])
-
-
-def load(ref: Any, seen_N: jax.Array | None, d_D: jax.Array, dim: int, rows: int) -> jax.Array:
-    """[N, D], zeros where a row is not seen or a column is none; without a mask where none is needed."""
-    if seen_N is None and d_D.shape[0] == dim:
-        return plt.load(ref)
-    return plt.load(ref, mask=mask_of(seen_N, d_D, dim, rows), other=0.0)
-
-
-def mask_of(seen_N: jax.Array | None, d_D: jax.Array, dim: int, rows: int) -> jax.Array:
-    column_ND = jnp.broadcast_to((d_D < dim)[None, :], (rows, d_D.shape[0]))
-    return column_ND if seen_N is None else jnp.broadcast_to(seen_N[:, None], column_ND.shape) & column_ND
-
-
-def product(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
-    """a @ b in float32; float32 operands are not rounded on the way."""
-    return plt.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
-
-
-def attend_tile(carry: tuple, q_MD: jax.Array, keys: Keys, spec: Any, key_N: jax.Array, seen: Any) -> tuple:
-    """One step of the running maximum and sum (arXiv:2205.14135). `seen` is None or (of keys [N], of scores [M, N])."""
-    top_M, sum_M, out_MD = carry
-    seen_N, seen_MN = seen or (None, None)
-    k_ND = keys.load(keys.k_ref, spec.k_dim, key_N, seen_N)
-    v_ND = keys.load(keys.v_ref, spec.v_dim, key_N, seen_N)
-    scores_MN = product(q_MD, k_ND, trans_b=True)
-    if spec.softcap is None:
-        scores_MN = scores_MN * (spec.scale * LOG2_E)
-    else:
-        scores_MN = jnp.tanh(scores_MN * (spec.scale / spec.softcap)) * (spec.softcap * LOG2_E)
-    if seen_MN is not None:
-        scores_MN = jnp.where(seen_MN, scores_MN, HIDDEN)
-    new_M = jnp.maximum(top_M, scores_MN.max(axis=1))
-    shrink_M, weight_MN = jnp.exp2(top_M - new_M), jnp.exp2(scores_MN - new_M[:, None])
-    added_MD = product(weight_MN.astype(v_ND.dtype), v_ND)
-    return new_M, sum_M * shrink_M + weight_MN.sum(axis=1), out_MD * shrink_M[:, None] + added_MD
-
-
-def start(rows: int, v_dim: int, sink_M: jax.Array | None) -> tuple:
-    """Maximum, sum and output before the first key; a sink is a key without a value."""
-    out_MD = jnp.zeros((rows, power_of_two(v_dim)), jnp.float32)
-    if sink_M is None:
-        return jnp.full((rows,), HIDDEN, jnp.float32), jnp.zeros((rows,), jnp.float32), out_MD
-    return sink_M.astype(jnp.float32) * LOG2_E, jnp.ones((rows,), jnp.float32), out_MD
-
-
-def decode_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool) -> None:
-    """One row, one kv head, one part of the keys: a partial output, with its maximum and sum if there are parts."""
+    `shared`: what a row shares with others comes from shared_prefix.py, and is left out here.
+    """
     q_ref, k_ref, v_ref, table_ref, seq_ref, token_ref, length_ref = refs[:7]
-    sinks_ref, outs = (refs[7], refs[8:]) if sinks else (None, refs[7:])
+    prefix_ref = refs[7] if shared else None
+    sinks_ref, outs = (refs[7 + shared], refs[8 + shared :]) if sinks else (None, refs[7 + shared :])
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     token, length, n = token_ref[row], length_ref[row], sizes.keys
     group_M, d_D = jnp.arange(sizes.rows), jnp.arange(power_of_two(spec.k_dim))
@@ -168,6 +92,8 @@ def decode_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, s
     oldest = jnp.maximum(length - (spec.window or FAR), 0)
     # parts begin at whole tiles, so that only the first and the last tile of a row need masks
     base = oldest // n * n
+    if prefix_ref is not None:
+        base = oldest = prefix_ref[row]
     share = pl.cdiv(pl.cdiv(length - base, parts), n) * n
     low = base + part * share
     high = jnp.minimum(low + share, length)
@@ -192,7 +118,7 @@ def decode_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, s
     top_M, sum_M, out_MD = carry
     dv_D = jnp.arange(power_of_two(spec.v_dim))
     mask_MD = mask_of(real_M, dv_D, spec.v_dim, sizes.rows)
-    if parts == 1:
+    if not joined:
         out_MD = out_MD / jnp.where(sum_M > 0, sum_M, 1.0)[:, None]
         out_ref = outs[0].at[row, head, group_M[:, None], dv_D[None, :]]
         plt.store(out_ref, out_MD.astype(outs[0].dtype), mask=mask_MD)
@@ -224,6 +150,7 @@ def decode(
     table_SB: jax.Array,
     rows: Rows,
     sinks_KG: jax.Array | None,
+    prefixes: Prefixes | None = None,
     *,
     order: str,
     spec: Any,
@@ -231,19 +158,28 @@ def decode(
     sizes: Sizes | None = None,
     parts: int | None = None,
 ) -> jax.Array:
-    """Outputs of the rows, [I, K, G, Dv]; zeros where a row is none."""
+    """Outputs of the rows, [I, K, G, Dv]; zeros where a row is none. `prefixes` are read once for all their members."""
     num_rows, (num_heads, groups) = rows.seq_I.shape[0], q_TKGD.shape[1:3]
     sizes = sizes or decode_sizes(spec, k.dtype.itemsize)
     parts = parts or split_count(num_rows, num_heads)
     shape = (num_rows, num_heads, groups, spec.v_dim)
     out: Any = jax.ShapeDtypeStruct(shape, q_TKGD.dtype)
-    if parts > 1:
+    joined = parts > 1 or prefixes is not None
+    if joined:
         some = (num_rows, num_heads, parts, groups)
         out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*some, spec.v_dim), some, some)]
     kernel = functools.partial(
-        decode_kernel, spec=spec, order=order, sizes=sizes, parts=parts, sinks=sinks_KG is not None
+        decode_kernel,
+        spec=spec,
+        order=order,
+        sizes=sizes,
+        parts=parts,
+        sinks=sinks_KG is not None,
+        shared=prefixes is not None,
+        joined=joined,
     )
-    arguments = [q_TKGD, k, v, table_SB, *rows] + ([] if sinks_KG is None else [sinks_KG])
+    arguments = [q_TKGD, k, v, table_SB, *rows] + ([] if prefixes is None else [prefixes.length_I])
+    arguments += [] if sinks_KG is None else [sinks_KG]
     out = pl.pallas_call(
         kernel,
         grid=(num_rows, num_heads, parts),
@@ -252,8 +188,13 @@ def decode(
         compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="paged_decode",
     )(*arguments)
-    if parts == 1:
+    if not joined:
         return out
+    if prefixes is not None:
+        once = shared_prefix.attend(q_TKGD, k, v, table_SB, prefixes, order=order, spec=spec, interpret=interpret)
+        return shared_prefix.join(
+            out, once, rows.seq_I, prefixes.length_I, spec.v_dim, dtype=q_TKGD.dtype, interpret=interpret
+        )
     return pl.pallas_call(
         functools.partial(merge_kernel, v_dim=spec.v_dim),
         grid=(num_rows, num_heads, groups),

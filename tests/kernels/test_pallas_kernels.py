@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_batches import ORDERS, backend_of, expected, make_batch, make_step
-from shapes import DECODE, MIXED, Ragged
+from shapes import DECODE, MIXED, SHARED, Ragged
 from tolerances import tolerance
 
-from octavo.kernels_pallas import attention, mosaic_gpu, mosaic_prefill, mosaic_tpu, triton_lowered
-from octavo.kernels_pallas.ragged import Plan, Rows, Tiles, split_count
+from octavo.kernels_pallas import attention, mosaic_gpu, mosaic_prefill, mosaic_tpu, shared_prefix, triton_lowered
+from octavo.kernels_pallas.ragged import Plan, Prefixes, Rows, Tiles, split_count
 from octavo.models.interface import AttentionSpec, Step
 
 # few sequences, so that the interpreters, which run one program after the other, are done soon
@@ -63,6 +63,19 @@ def test_triton_lowered_equals_float64(case):
     out, want = run(triton_lowered, batch, ORDERS[len(case.name) % 2], jnp.float32), expected(batch)
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 4), (4, 16)], ids=str)
+def test_a_shared_prefix_is_joined_from_any_parts(parts, monkeypatch):
+    """More parts than tiles of keys, and one of each, which are powers of two as well."""
+    case = next(c for c in SHARED if c.name == "shared-by-groups")
+    for module, count in zip((triton_lowered, shared_prefix), parts, strict=True):
+        monkeypatch.setattr(module, "split_count", lambda *args, count=count: count)
+    triton_lowered.decode.clear_cache()
+    batch = make_batch(case)
+    out = run(triton_lowered, batch, ORDERS[0], jnp.float32)
+    triton_lowered.decode.clear_cache()
+    np.testing.assert_allclose(out, expected(batch), rtol=0, atol=tolerance("float32", "attention"))
 
 
 @pytest.mark.slow
@@ -176,6 +189,12 @@ def test_parts_of_a_row_are_merged(parts):
     np.testing.assert_allclose(out, expected(batch), rtol=0, atol=tolerance("float32", "attention"))
 
 
+def shared_decode(q: Any, k: Any, v: Any, table: Any, work: Any, sinks: Any, **more: Any) -> jax.Array:
+    """The rows of a step in which sequences share prefixes."""
+    rows, prefixes = work
+    return triton_lowered.decode(q, k, v, table, rows, sinks, prefixes, **more)
+
+
 def lower(dim: int, group_size: int, order: str, dtype: str, extra: dict[str, Any], kernel: str) -> str:
     """The program of one kernel, lowered for CUDA."""
     spec = AttentionSpec(8, group_size, dim, dim, dim**-0.5, extra.get("window"), extra.get("softcap"))
@@ -188,6 +207,7 @@ def lower(dim: int, group_size: int, order: str, dtype: str, extra: dict[str, An
     q, table, ids = of(512, 8, group_size, dim, kind=dtype), of(64, 32), of(64)
     work, function = {
         "decode": (Rows(*[ids] * 3), triton_lowered.decode),
+        "shared": ((Rows(*[ids] * 3), Prefixes(of(10, 32), of(10), ids, ids)), shared_decode),
         "prefill": (Tiles(*[ids] * 4, of(1)), triton_lowered.prefill),
         "mosaic": (mosaic_prefill.Pairs(*[ids] * 5, of(1)), mosaic_prefill.prefill),
     }[kernel]
@@ -210,6 +230,8 @@ def test_kernels_lower_for_cuda(dim, extra):
     order, group_size = ORDERS[len(extra)], GROUPS[dim % 7]
     assert "triton" in lower(dim, group_size, order, "bfloat16", extra, "decode")
     assert "triton" in lower(dim, group_size, order, "float32", extra, "prefill")
+    if "window" not in extra:
+        assert "shared_prefix_join" in lower(dim, group_size, order, "bfloat16", extra, "shared")
     if dim in mosaic_gpu.DIMS and mosaic_gpu.LOWERS:
         assert "mosaic_gpu" in lower(dim, group_size, order, "bfloat16", extra, "mosaic")
 
