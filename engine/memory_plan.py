@@ -227,7 +227,16 @@ def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str,
     products = [_product_sizes(s, divisors) for s in leaves(model.weights) if s.product and s.product.startswith("t")]
     widest = max((x for x, _ in products), default=0)
     attention = max(_attention_bytes(config, spec, divisors) for spec in model.attention)
-    return size * tokens * (3 * widest + max((x + y for x, y in products), default=0)) + attention
+    product = max(max((x + y for x, y in products), default=0), _mixture_size(model, divisors))
+    return size * tokens * (3 * widest + product) + attention
+
+
+def _mixture_size(model: ModelSpec, divisors: Mapping[str, int]) -> int:
+    """Elements that a token has in the experts that it chose: its row going in, inside, and coming out."""
+    if model.mixture is None:
+        return 0
+    embed_dim, inside = model.weights["embed"].shape[1], model.mixture.expert_dim // divisors.get("expert_mlp", 1)
+    return model.mixture.routing.num_chosen * (2 * embed_dim + inside)
 
 
 def _attention_bytes(config: EngineConfig, spec: AttentionSpec, divisors: Mapping[str, int]) -> int:

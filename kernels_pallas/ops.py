@@ -194,9 +194,11 @@ class JaxOps:
         gate_TF, up_TF = x_TXF[:, 0].astype(jnp.float32), x_TXF[:, 1].astype(jnp.float32)
         return (jax.nn.silu(gate_TF) * up_TF).astype(x_TXF.dtype)
 
-    def route(self, fn: Callable, logits_TX: jax.Array, routing: Any, bias_X: Any) -> tuple[jax.Array, jax.Array]:
-        """fn(logits, routing, bias, ops): (weights [T, C], experts [T, C]) of each token."""
-        return fn(logits_TX, routing, bias_X, self)
+    def route(
+        self, fn: Callable, logits_TX: jax.Array, routing: Any, bias_X: jax.Array | None, real_T: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """fn of these and ops: (weights [T, C], experts [T, C]) of each token, experts X for padding."""
+        return fn(logits_TX, routing, bias_X, real_T, self)
 
     def moe(
         self, x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array,

@@ -6,8 +6,15 @@ Letters: X experts, C chosen ones of a token.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
+
+if find_spec("triton"):
+    from . import expert_kernels as kernels
+else:
+    kernels = None
 
 Tensor = torch.Tensor
 
@@ -42,6 +49,17 @@ def by_expert(x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_XEXF: Te
     return y_TE
 
 
-def experts(x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_XEXF: Tensor, down_XFE: Tensor) -> Tensor:
-    """[T, E] in float32: the weighted sum of each token's experts that are here."""
-    return by_expert(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE)
+def experts(
+    x_TE: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up_XEXF: Tensor,
+    down_XFE: Tensor,
+    add_TE: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[T, E] of `dtype`: the weighted sum of each token's experts that are here, and `add_TE`."""
+    if kernels and x_TE.is_cuda:
+        return kernels.experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, add_TE, dtype)
+    y_TE = by_expert(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE)
+    return (y_TE if add_TE is None else y_TE.add_(add_TE)).to(dtype)

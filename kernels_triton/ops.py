@@ -16,9 +16,9 @@ from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import fused
+    from . import expert_kernels, fused
 else:
-    fused = None
+    expert_kernels = fused = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -136,9 +136,13 @@ class TorchOps:
             return fused.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
 
-    def route(self, fn: Callable, logits_TX: Tensor, routing: Any, bias_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        """fn(logits, routing, bias, ops): (weights [T, C], experts [T, C]) of each token."""
-        return fn(logits_TX, routing, bias_X, self)
+    def route(
+        self, fn: Callable, logits_TX: Tensor, routing: Any, bias_X: Tensor | None, real_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """fn of these and ops: (weights [T, C], experts [T, C]) of each token, experts X for padding."""
+        if expert_kernels and logits_TX.is_cuda and expert_kernels.routes(routing):
+            return expert_kernels.route(logits_TX, routing, bias_X, real_T)
+        return fn(logits_TX, routing, bias_X, real_T, self)
 
     def moe(
         self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_XEXF: Tensor, down_XFE: Tensor,
@@ -152,8 +156,10 @@ class TorchOps:
             here = len(gate_up_XEXF)
             local_TC = ids_TC - self.axis_index("experts") * here
             ids_TC = torch.where((local_TC >= 0) & (local_TC < here), local_TC, here)
-        y_TE = self.psum(experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE), "experts", "expert_mlp")
-        y_TE = y_TE.to(x_TE.dtype)
+        args = x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE
+        if not self.shards("experts", "expert_mlp"):
+            return experts(*args, add, x_TE.dtype)
+        y_TE = self.psum(experts(*args, None, torch.float32), "experts", "expert_mlp").to(x_TE.dtype)
         return y_TE if add is None else add + y_TE
 
     def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:

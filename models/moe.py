@@ -15,8 +15,8 @@ from .interface import Array, ArraySpec, Fuse, Mixture, ModelSpec, Routing, Step
 from .layers import Weight, fuse, split
 
 
-def route(logits_TX: Array, routing: Routing, bias_X: Array | None, ops: Any) -> tuple[Array, Array]:
-    """(weights [T, C], float32; experts [T, C]) of each token, the best expert first.
+def route(logits_TX: Array, routing: Routing, bias_X: Array | None, real_T: Array, ops: Any) -> tuple[Array, Array]:
+    """(weights [T, C], float32; experts [T, C]) of each token, the best expert first; experts X for padding.
 
     `bias_X` helps an expert to be chosen and does not enter its weight (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
     """
@@ -34,7 +34,7 @@ def route(logits_TX: Array, routing: Routing, bias_X: Array | None, ops: Any) ->
     weights_TC = scores_TX[ops.arange(ids_TC.shape[0], like=ids_TC)[:, None], ids_TC]
     if routing.normalise:
         weights_TC = weights_TC / (xp.sum(weights_TC, axis=-1, keepdims=True) + 1e-20)
-    return weights_TC * routing.scale, ids_TC
+    return weights_TC * routing.scale, xp.where(real_T[:, None], ids_TC, logits_TX.shape[-1])
 
 
 def of_best_groups(choice_TX: Array, routing: Routing, ops: Any) -> Array:
@@ -59,8 +59,7 @@ def add_experts(w: dict, x_TE: Array, h_TE: Array, step: Step, ops: Any, routing
     xp = ops.xp
     rows_TE = xp.astype(h_TE, xp.float32) if routing.float32 else h_TE
     logits_TX = ops.einsum("te,xe->tx", rows_TE, w["router"], out=(None, None))
-    weights_TC, ids_TC = ops.route(route, logits_TX, routing, w.get("router_bias"))
-    ids_TC = xp.where(step.is_real_T[:, None], ids_TC, logits_TX.shape[-1])
+    weights_TC, ids_TC = ops.route(route, logits_TX, routing, w.get("router_bias"), step.is_real_T)
     x_TE = ops.moe(h_TE, weights_TC, ids_TC, w["experts_gate_up"], w["experts_down"], add=x_TE)
     return add_shared(w, x_TE, h_TE, ops) if "shared_gate_up" in w else x_TE
 

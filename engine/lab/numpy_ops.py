@@ -56,8 +56,10 @@ class NumpyOps:
         gate_TF = x_TXF[:, 0]
         return gate_TF / (1 + np.exp(-gate_TF)) * x_TXF[:, 1]
 
-    def route(self, fn: Callable, logits_TX: Array, routing: Any, bias_X: Array | None) -> tuple[Array, Array]:
-        return fn(logits_TX, routing, bias_X, self)
+    def route(
+        self, fn: Callable, logits_TX: Array, routing: Any, bias_X: Array | None, real_T: Array
+    ) -> tuple[Array, Array]:
+        return fn(logits_TX, routing, bias_X, real_T, self)
 
     def moe(
         self, x_TE: Array, weights_TC: Array, ids_TC: Array, gate_up_XEXF: Array, down_XFE: Array,

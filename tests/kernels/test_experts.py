@@ -90,14 +90,16 @@ def test_route_equals_float64(name, routing, biased):
     logits = rng.standard_normal((40, 12)).astype(np.float32)
     bias = rng.uniform(-0.2, 0.2, 12).astype(np.float32) if biased else None
     backend = get_backend(name)
-    placed = None if bias is None else put(backend, bias)
+    real = np.arange(40) < 37
+    placed = None if bias is None else put(backend, bias), put(backend, real)
 
-    def program(logits, bias, *, ops):
-        return *ops.route(moe.route, logits, routing, bias), logits
+    def program(logits, rest, *, ops):
+        return *ops.route(moe.route, logits, routing, *rest), logits
 
-    run = backend.compile(program, ("logits", "bias"), ("weights", "ids", "logits"), "logits")
+    run = backend.compile(program, ("logits", "rest"), ("weights", "ids", "logits"), "logits")
     weights, ids, _ = (backend.read(a) for a in run(put(backend, logits), placed))
-    for t, row in enumerate(logits.astype(np.float64)):
+    assert (ids[37:] == 12).all()
+    for t, row in enumerate(logits[:37].astype(np.float64)):
         want = oracle.chosen(routing, row, 0 if bias is None else bias)
         assert ids[t].tolist() == [expert for expert, _ in want]
         np.testing.assert_allclose(weights[t], [w for _, w in want], rtol=0, atol=tolerance("float32", "op"))
