@@ -31,6 +31,7 @@ VLLM: dict[str, dict[str, float]] = {
     "qwen3-0.6b": {
         "startup": 77, "decode-1": 376, "decode-64": 22400, "prefill": 326000, "offline": 13500, "prefix": 14500,
     },
+    "qwen3-30b-a3b": {"startup": 92, "decode-1": 241, "decode-64": 3500, "offline": 5100},
 }  # fmt: skip
 MARKS: dict[str, dict[str, dict[str, float]]] = {
     "torch": {
@@ -40,6 +41,7 @@ MARKS: dict[str, dict[str, dict[str, float]]] = {
         "qwen3-0.6b": {
             "startup": 15, "decode-1": 1000, "decode-64": 32000, "prefill": 340000, "offline": 27000, "prefix": 28000,
         },
+        "qwen3-30b-a3b": {"decode-1": 270, "decode-64": 4500, "offline": 6500},
     },
     "jax": {
         "llama-8b": {
@@ -48,6 +50,7 @@ MARKS: dict[str, dict[str, dict[str, float]]] = {
         "qwen3-0.6b": {
             "startup": 40, "decode-1": 850, "decode-64": 30000, "prefill": 330000, "offline": 25000, "prefix": 25000,
         },
+        "qwen3-30b-a3b": {"decode-1": 216, "decode-64": 3600, "offline": 5200},
     },
 }  # fmt: skip
 # name: (sequences, tokens each), and FlashAttention-3's GB/s or TFLOP/s there
@@ -174,8 +177,8 @@ def table(args: argparse.Namespace, values: dict[str, Any]) -> None:
         for part in ("startup", *NAMES):
             found = values.get(f"{args.backend}/{model}/{part}")
             if found:
-                ours, mark = found.get("tok_s", found.get("seconds")), MARKS[args.backend][model][part]
-                print(f"{model + ' ' + part:32}{ours:>16}{VLLM[model][part]:>12}{mark:>10}")
+                ours, mark = found.get("tok_s", found.get("seconds")), MARKS[args.backend][model].get(part, "")
+                print(f"{model + ' ' + part:32}{ours:>16}{VLLM[model].get(part, ''):>12}{mark:>10}")
     for name, found in values.get(f"{args.backend}//attention", {}).items():
         print(
             f"{'attention ' + name:32}{found['rate']:>16}{found['unit']:>12}"
@@ -188,7 +191,7 @@ def main() -> None:
     began = time.time() - time.process_time() if "--worker" in sys.argv else time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("torch", "jax"), required=True)
-    parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=["llama-8b", "qwen3-0.6b"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("h200.json"))
     parser.add_argument("--again", action="store_true", help="run parts again that are in --out")

@@ -38,6 +38,7 @@ def workload(name: str, vocab: int, seed: int = 0) -> Workload:
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA
@@ -72,6 +73,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    "qwen3-30b-a3b": QWEN3_MOE
+    | COMMON
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
