@@ -176,6 +176,13 @@ WORKING = (
         "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
     ),
     Argument(
+        "expert_placement_strategy",
+        "str",
+        "linear",
+        "which experts a device has: linear (neighbours) or round_robin (every n-th)",
+        choices("linear", "round_robin"),
+    ),
+    Argument(
         "sharding_rules",
         "ShardingRules",
         None,

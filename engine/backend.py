@@ -37,6 +37,14 @@ class Backend(Protocol):
         """place, then ops.prepare: what einsum and embed accept."""
         ...
 
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        """The part of an array that this process places; () is all of it."""
+        ...
+
+    def place_shard(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of that part, alone."""
+        ...
+
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """place_weight of x's numbers, repeated to fill the spec's shape (np.resize)."""
         ...

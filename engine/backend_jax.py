@@ -117,6 +117,7 @@ class JaxBackend:
         cache_dir: str | None = None,
         eager: bool = False,
         pure: bool = False,
+        experts_in_turn: bool = False,
     ) -> None:
         if (mesh is None) != (mode == "local"):
             raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
@@ -131,7 +132,7 @@ class JaxBackend:
                 "multiplies more slowly than in float32; use dtype='float32', or backend='torch'"
             )
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
-        self.ops = JaxOps(mode, self.rules, mesh, attention)
+        self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn)
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         if cache_dir is not None:
@@ -159,6 +160,14 @@ class JaxBackend:
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """x placed, then repacked as products like it."""
         return self.ops.prepare(self.place(x, spec), spec)
+
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        """All of it: JAX cuts arrays itself."""
+        return ()
+
+    def place_shard(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight."""
+        return self.place_weight(x, spec)
 
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """place_weight of x's numbers, repeated to fill the spec's shape; on one device, repeated there."""

@@ -136,6 +136,7 @@ class TorchBackend:
         eager: bool = False,
         rules: ShardingRules | None = None,
         mesh: TorchMesh | None = None,
+        experts_in_turn: bool = False,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -143,7 +144,7 @@ class TorchBackend:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.rules, self.mesh = rules or ShardingRules({}), mesh
-        self.ops = TorchOps(pure, attention, rules, mesh)
+        self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn)
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device)
@@ -159,16 +160,23 @@ class TorchBackend:
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
         """A copy of this process's part of x on the device, in the spec's dtype."""
+        return self._copy(x[self.shard(spec)], spec)
+
+    def _copy(self, x: np.ndarray, spec: ArraySpec) -> Tensor:
         # copied by numpy: x may be a read-only file map, which torch does not take
-        return from_numpy(np.array(x[self.shard(spec)], order="C")).to(self.device, self._dtype(spec))
+        return from_numpy(np.array(x, order="C")).to(self.device, self._dtype(spec))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """A weight on the device, packed for its product."""
         return self.ops.prepare(self.place(x, spec), spec)
 
+    def place_shard(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of this process's part of an array, alone."""
+        return self.ops.prepare(self._copy(x, spec), spec)
+
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """place_weight(np.resize(x, spec.shape), spec), repeated on the device."""
-        size, few = math.prod(spec.shape), from_numpy(np.array(x)).to(self.device, self._dtype(spec))
+        size, few = math.prod(spec.shape), self._copy(x, spec)
         whole = few.repeat(-(-size // len(x)))[:size].reshape(spec.shape)
         return self.ops.prepare(whole[self.shard(spec)].contiguous(), spec)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import zlib
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
 from ..models.keeps import keeps_of
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
-from ..sharding.rules import as_tuple, check_divides
 from .backend import Backend, device_memory, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
@@ -32,8 +30,10 @@ from .lead_runner import LeadRunner
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
+from .loading.fitted import fit_arrays
 from .loading.weights import dummy_weights, load_weights
 from .memory_plan import MemoryPlan, available_memory, memory_plan
+from .parallel import divisors_of, fit_model, refuse_unbuilt
 from .recorded_scheduler import RecordedScheduler
 from .runner import Runner
 from .sampling_params import SamplingParams
@@ -95,13 +95,6 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
         raise
 
 
-def refuse_unbuilt(config: EngineConfig) -> None:
-    """Raises NotImplementedError for what can be planned and not be run."""
-    for name in ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"):
-        if (value := getattr(config, name)) > 1 or value is True:
-            raise NotImplementedError(f"{name}={value}: only `octavo plan` knows of it so far")
-
-
 def build_device(
     config: EngineConfig, weights: Any = None, backend: Backend | None = None, world: World | None = None
 ) -> Device:
@@ -112,14 +105,17 @@ def build_device(
         if config.step_log:
             raise ValueError("enable_prompt_embeds=True and step_log: a log holds token ids, and could not be replayed")
         model = with_prompt_embeds(model)
+    given, model = model, fit_model(config, model)
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
-    divisors, options = divisors_of(config, model), _backend_options(config, world)
+    options = _backend_options(config, world)
     device = find_platform(config.backend, config.device)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
     backend = backend or get_backend(config.backend, options | {"dtype": config.dtype})
     available = host_memory(config) if device == "cpu" else backend.free_memory()
     available = world.least(available) if world else available
-    plan = memory_plan(config, model, divisors=divisors, available=available, total=backend.total_memory())
+    plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
+    if weights is not None:
+        weights = fit_arrays(weights, given, model, config.num_dealt)
     placed = _weights(config, model, checkpoint, backend, weights, world)
     lead = world and world.team and partial(LeadRunner, world.team, config.state_check_interval)
     runner = (lead or Runner)(
@@ -192,17 +188,10 @@ def host_memory(config: EngineConfig) -> int | None:
     return host and host // config.num_shards
 
 
-def divisors_of(config: EngineConfig, model: ModelSpec) -> dict[str, int]:
-    """How many devices share each logical axis. Raises ValueError where the model does not split so."""
-    rules, shape = config.rules, config.mesh_shape
-    if config.num_shards > 1:
-        check_divides(model.weights, rules, shape)
-    return {axis: math.prod(shape[name] for name in as_tuple(names)) for axis, names in rules.items()}
-
-
 def _backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]:
     """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
+    options |= {"experts_in_turn": config.deals_experts}
     if config.backend == "torch":
         device = find_platform("torch", config.device)
         options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager}

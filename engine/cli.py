@@ -245,15 +245,16 @@ def _memory_plan(config: EngineConfig) -> MemoryPlan:
     So "auto" is taken for a CPU, and of a GPU the free memory is not known.
     """
     from ..models.registry import spec_from_hf
-    from .build import divisors_of, host_memory, open_checkpoint, stored_dtype
+    from .build import host_memory, open_checkpoint, stored_dtype
     from .memory_plan import memory_plan
+    from .parallel import divisors_of, fit_model
 
     checkpoint = open_checkpoint(config)
-    model = spec_from_hf(checkpoint.hf_config)
+    model = fit_model(config, spec_from_hf(checkpoint.hf_config))
     device = "cuda" if config.device == "cuda" else "cpu"
     available = host_memory(config) if device == "cpu" else None
     config = config.for_model(model, device, stored_dtype(checkpoint))
-    return memory_plan(config, model, divisors=divisors_of(config, model), available=available)
+    return memory_plan(config, model, divisors=divisors_of(config), available=available)
 
 
 def _engine(model: str, backend: str, context: typer.Context, sampling: dict[str, Any]) -> tuple[LLM, SamplingParams]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..models.interface import CacheLayout, ModelSpec
 from ..models.keeps import keeps_of
 from ..models.logit_edits import LogitsProcessor
-from ..sharding.rules import ShardingRules, check_known, preset
+from ..sharding.rules import ShardingRules, as_tuple, check_known, preset
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
@@ -52,6 +52,7 @@ class EngineConfig:
     pipeline_parallel_size: int
     data_parallel_size: int
     enable_expert_parallel: bool
+    expert_placement_strategy: str
     sharding_rules: ShardingRules | None
     distributed_executor_backend: str | None
     state_check_interval: int
@@ -102,6 +103,16 @@ class EngineConfig:
     def rules(self) -> ShardingRules:
         """Which mesh axis shares which logical axis."""
         return self.sharding_rules or preset(self.mesh_shape, self.enable_expert_parallel)
+
+    @property
+    def num_dealt(self) -> int:
+        """Devices that get experts in turn; 1: each gets neighbours."""
+        names = as_tuple(self.rules.get("experts")) if self.expert_placement_strategy == "round_robin" else ()
+        return math.prod(self.mesh_shape[name] for name in names)
+
+    @property
+    def deals_experts(self) -> bool:
+        return self.num_dealt > 1
 
     def for_model(
         self,

@@ -7,6 +7,7 @@ compiler moves. The same model lines run under all three.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,11 +51,13 @@ class JaxOps:
     xp = jnp
 
     def __init__(
-        self, mode: str = "local", rules: Mapping | None = None, mesh: Any = None, attention: str = "auto"
-    ) -> None:
+        self, mode: str = "local", rules: Mapping | None = None, mesh: Any = None, attention: str = "auto",
+        experts_in_turn: bool = False,
+    ) -> None:  # fmt: skip
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
         self.mode, self.rules, self.mesh = mode, rules or {}, mesh
+        self.experts_in_turn = experts_in_turn
         self._attention = AttentionOp(attention, mode)
         self._layers: dict[Any, Callable] = {}
 
@@ -125,6 +128,11 @@ class JaxOps:
         """Which shard of a logical axis this is; 0 where the axis is whole."""
         names = self.shards(axis)
         return jax.lax.axis_index(names) if names else 0
+
+    def axis_size(self, axis: str) -> int:
+        """Over how many shards a logical axis is spread."""
+        names = self.shards(axis)
+        return math.prod(self.mesh.shape[name] for name in names) if names else 1
 
     def psum(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """The sum of x over the shards of these logical axes, each mesh axis once."""
@@ -209,13 +217,20 @@ class JaxOps:
         Experts may be shared out over "experts", and the inside of each over "expert_mlp".
         """
         if self.shards("experts"):
-            here = gate_up_XEXF.shape[0]
-            local_TC = ids_TC - self.axis_index("experts") * here
-            ids_TC = jnp.where((local_TC >= 0) & (local_TC < here), local_TC, here)
+            ids_TC = self._local_experts(ids_TC, gate_up_XEXF.shape[0])
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, mode=self.mode)
         y_TE = self.psum(y_TE, "experts", "expert_mlp").astype(x_TE.dtype)
         y_TE = self.constrain(y_TE, (None, None), (None, None))
         return y_TE if add is None else add + y_TE
+
+    def _local_experts(self, ids_TC: jax.Array, here: int) -> jax.Array:
+        """Which of the `here` experts of this shard; `here` for one of another shard."""
+        at = self.axis_index("experts")
+        if self.experts_in_turn:
+            n = self.axis_size("experts")
+            return jnp.where((ids_TC % n == at) & (ids_TC // n < here), ids_TC // n, here)
+        local_TC = ids_TC - at * here
+        return jnp.where((local_TC >= 0) & (local_TC < here), local_TC, here)
 
     def rope_table(self, positions_T: jax.Array, inv_freq_D: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(cos, sin) of position times frequency, float32."""

@@ -33,11 +33,13 @@ class TorchOps:
     xp = xp
 
     def __init__(
-        self, pure: bool = False, attention: str = "auto", rules: Mapping[str, Any] | None = None, mesh: Any = None
-    ):
+        self, pure: bool = False, attention: str = "auto", rules: Mapping[str, Any] | None = None, mesh: Any = None,
+        experts_in_turn: bool = False,
+    ):  # fmt: skip
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
         self.pure, self.wanted, self.rules, self.mesh = pure, attention, rules or {}, mesh
+        self.experts_in_turn = experts_in_turn
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
@@ -61,6 +63,11 @@ class TorchOps:
         """Which shard of a logical axis this is; 0 where the axis is whole."""
         names = self.shards(axis)
         return self.mesh.index(names) if names else 0
+
+    def axis_size(self, axis: str) -> int:
+        """Over how many shards a logical axis is spread."""
+        names = self.shards(axis)
+        return self.mesh.size(names) if names else 1
 
     def psum(self, x: Tensor, *axes: str | None) -> Tensor:
         """The sum of x over the shards of these logical axes; each mesh axis once. Consumes x."""
@@ -153,14 +160,21 @@ class TorchOps:
         Experts may be shared out over "experts", and the inside of each over "expert_mlp".
         """
         if self.shards("experts"):
-            here = len(gate_up_XEXF)
-            local_TC = ids_TC - self.axis_index("experts") * here
-            ids_TC = torch.where((local_TC >= 0) & (local_TC < here), local_TC, here)
+            ids_TC = self._local_experts(ids_TC, len(gate_up_XEXF))
         args = x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE
         if not self.shards("experts", "expert_mlp"):
             return experts(*args, add, x_TE.dtype)
         y_TE = self.psum(experts(*args, None, torch.float32), "experts", "expert_mlp").to(x_TE.dtype)
         return y_TE if add is None else add + y_TE
+
+    def _local_experts(self, ids_TC: Tensor, here: int) -> Tensor:
+        """Which of the `here` experts of this shard; `here` for one of another shard."""
+        at = self.axis_index("experts")
+        if self.experts_in_turn:
+            n = self.axis_size("experts")
+            return torch.where((ids_TC % n == at) & (ids_TC // n < here), ids_TC // n, here)
+        local_TC = ids_TC - at * here
+        return torch.where((local_TC >= 0) & (local_TC < here), local_TC, here)
 
     def rope_table(self, positions_T: Tensor, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of position x frequency, fp32."""

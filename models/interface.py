@@ -202,9 +202,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Fuse:
-    """Parts, fused ones among them, concatenated along `axis` into one weight. The loader's only verb."""
+    """Parts, fused ones among them, concatenated along `axis` into one weight. The loader's only verb.
 
-    parts: tuple[Part | Fuse, ...]
+    None is a part of size 1 that no checkpoint has: zeros.
+    """
+
+    parts: tuple[Part | Fuse | None, ...]
     axis: int = 0
 
 

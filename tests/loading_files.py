@@ -35,6 +35,12 @@ class NumpyBackend:
         self.num_placed += 1
         return np.array(x)
 
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        return ()
+
+    def place_shard(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
+        return self.place_weight(x, spec)
+
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
         return self.place_weight(np.resize(x, spec.shape), spec)
 

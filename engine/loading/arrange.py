@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
-from einops import EinopsError, rearrange
+from einops import EinopsError, rearrange, repeat
 
+from ...models.fit import PADDED
 from ...models.interface import Fuse, Part
 from .pages import empty
 from .source import TensorSource
@@ -17,50 +18,63 @@ from .tree import Leaf, names_of
 BLOCK = 1 << 16
 
 
-def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int]) -> np.ndarray:
+def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int], window: tuple[slice, ...] = ()) -> np.ndarray:
     """A fresh array: the parts of leaf.source side by side along its axis, in the leaf's dtype.
 
-    `sizes` tells letters of the patterns. Raises ValueError naming the tensor if it does not fit.
+    `sizes` tells letters of the patterns. With a `window` only that part of the array is made, and only what lies in it
+    is read. Raises ValueError naming the tensor if it does not fit.
     """
-    fuse = leaf.source
+    fuse, shape = leaf.source, leaf.spec.shape
     assert isinstance(fuse, Fuse), f"{leaf.path} is a value, not made of tensors"
-    out = empty(leaf.spec.shape, leaf.dtype)
-    filled = place_parts(out, fuse, leaf.path, source, sizes)
-    if filled != out.shape[fuse.axis]:
-        names = ", ".join(leaf.names)
-        raise ValueError(f"{names} fill {filled} of axis {fuse.axis}: {leaf.path} has shape {out.shape}")
+    window = window or tuple(slice(0, n) for n in shape)
+    out = empty(tuple(at.stop - at.start for at in window), leaf.dtype)
+    filled = place_parts(out, shape, window, fuse, leaf.path, source, sizes)
+    own, axis = window[fuse.axis], fuse.axis
+    if filled != shape[axis] and leaf.spec.axes[axis] not in PADDED:
+        raise ValueError(f"{', '.join(leaf.names)} fill {filled} of axis {axis}: {leaf.path} has shape {shape}")
+    out[(slice(None),) * axis + (slice(max(0, filled - own.start), None),)] = 0
     return out
 
 
-def place_parts(out: np.ndarray, fuse: Fuse, path: str, source: TensorSource, sizes: Mapping[str, int]) -> int:
-    """Writes the parts side by side into `out`, each where it stays; returns how much of the axis they fill.
-
-    A part that is fused itself fills what is left of the axis evenly with those behind it.
+def place_parts(
+    out: np.ndarray,
+    shape: tuple[int, ...],
+    window: tuple[slice, ...],
+    fuse: Fuse,
+    path: str,
+    source: TensorSource,
+    sizes: Mapping[str, int],
+) -> int:
+    """Writes the parts side by side into `out`, the window of an array of that shape; returns how much of the axis they
+    fill. A part that is fused itself fills what is left of the axis evenly with those behind it.
     """
-    axis, at = fuse.axis, 0
+    axis, at, own = fuse.axis, 0, window[fuse.axis]
     for i, part in enumerate(fuse.parts):
-        if isinstance(part, Fuse):
-            size = (out.shape[axis] - at) // (len(fuse.parts) - i)
-            place = out[(slice(None),) * axis + (slice(at, at + size),)]
-            if place_parts(place, part, path, source, sizes) != place.shape[part.axis]:
-                raise ValueError(f"{', '.join(names_of(part))} do not fill {place.shape} of {path}")
-        else:
-            x = fit(source.get(part.name), part, sizes)
-            size = x.shape[axis]
-            place = out[(slice(None),) * axis + (slice(at, at + size),)]
-            if place.shape != x.shape:
-                raise ValueError(f"{part.name} gives {x.shape} at {at} of axis {axis}: {path} has shape {out.shape}")
-            copy_into(place, x)
+        x = fit(source.get(part.name), part, sizes) if isinstance(part, Part) else None
+        size = x.shape[axis] if x is not None else (shape[axis] - at) // (len(fuse.parts) - i)
+        whole = (*shape[:axis], size, *shape[axis + 1 :])
+        if x is not None and (x.shape != whole or at + size > shape[axis]):
+            raise ValueError(f"{names_of(part)[0]} gives {x.shape} at {at} of axis {axis}: {path} has shape {shape}")
+        first, last = max(at, own.start), min(at + size, own.stop)
+        if first < last:
+            place = out[(slice(None),) * axis + (slice(first - own.start, last - own.start),)]
+            inner = (*window[:axis], slice(first - at, last - at), *window[axis + 1 :])
+            if x is not None:
+                copy_into(place, x[inner])
+            elif part is None:
+                place[...] = 0
+            elif place_parts(place, whole, inner, part, path, source, sizes) != whole[part.axis]:
+                raise ValueError(f"{', '.join(names_of(part))} do not fill {whole} of {path}")
         at += size
     return at
 
 
 def fit(x: np.ndarray, part: Part, sizes: Mapping[str, int]) -> np.ndarray:
     """x with its axes as the part's pattern says; a view where that is possible."""
-    letters = re.findall(r"[a-z]\w*", part.pattern.split("->")[0])
-    known = {n: sizes[n] for n in letters if n in sizes}
+    known = {n: sizes[n] for n in re.findall(r"[a-z]\w*", part.pattern) if n in sizes}
     try:
-        return rearrange(x, part.pattern, **known)
+        # only a pattern that says a letter more repeats, and copies
+        return repeat(x, part.pattern, **known) if "r" in known else rearrange(x, part.pattern, **known)
     except EinopsError as error:
         raise ValueError(f"{part.name} of shape {x.shape} does not fit {part.pattern!r} with {known}") from error
 

@@ -27,6 +27,14 @@ class Placer(Protocol):
         """x placed and packed; shares no memory with x."""
         ...
 
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        """The part of an array that this process places; () is all of it."""
+        ...
+
+    def place_shard(self, x: np.ndarray, spec: ArraySpec) -> Any:
+        """place_weight of that part, alone."""
+        ...
+
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """place_weight of x's numbers, repeated to fill the spec's shape (np.resize)."""
         ...
@@ -51,8 +59,10 @@ class Leaf:
         return self.dtype.itemsize * int(np.prod(self.spec.shape))
 
 
-def names_of(source: Fuse | Part) -> list[str]:
+def names_of(source: Fuse | Part | None) -> list[str]:
     """The tensors of a part, or of all parts."""
+    if source is None:
+        return []
     return [source.name] if isinstance(source, Part) else [name for part in source.parts for name in names_of(part)]
 
 

@@ -38,7 +38,7 @@ def load_weights(model: ModelSpec, source: TensorSource, backend: Placer) -> dic
         return arrange(leaf, source, model.pattern_sizes)
 
     if source.identity is None:
-        return place_tree(make, model, backend)
+        return place_shards(model, source, backend)
     path = converted_path(source.identity, model, backend.dtype)
     if path.exists():
         try:
@@ -47,6 +47,17 @@ def load_weights(model: ModelSpec, source: TensorSource, backend: Placer) -> dic
             log.warning("converted weights are made anew: %s", error)
     with keeping(path, leaves_of(model, backend.dtype)) as keep:
         return place_tree(lambda leaf: keep(leaf, make(leaf)), model, backend)
+
+
+def place_shards(model: ModelSpec, source: TensorSource, backend: Placer) -> dict[str, Any]:
+    """The weights placed one by one; of each only what lies on this process's device is read."""
+
+    def place(leaf: Leaf) -> Any:
+        if isinstance(leaf.source, np.ndarray):
+            return backend.place_weight(leaf.source, leaf.spec)
+        return backend.place_shard(arrange(leaf, source, model.pattern_sizes, backend.shard(leaf.spec)), leaf.spec)
+
+    return map_leaves(place, model, backend.dtype)
 
 
 def check_names(model: ModelSpec, source: TensorSource) -> None:

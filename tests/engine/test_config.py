@@ -118,9 +118,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2}, {"enable_expert_parallel": True}], ids=str
-)
+@pytest.mark.parametrize("arguments", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
 def test_what_can_only_be_planned_is_refused_by_name(arguments):
     with pytest.raises(NotImplementedError, match=f"{next(iter(arguments))}.*octavo plan"):
         build(engine_config("m", **arguments))

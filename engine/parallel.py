@@ -1,0 +1,36 @@
+"""How a configuration shares a model out over devices."""
+
+from __future__ import annotations
+
+import math
+
+from ..models.fit import fit
+from ..models.interface import ModelSpec
+from ..sharding.rules import as_tuple, check_divides
+from .config import EngineConfig
+
+
+def divisors_of(config: EngineConfig) -> dict[str, int]:
+    """How many devices share each logical axis."""
+    shape = config.mesh_shape
+    return {axis: math.prod(shape[name] for name in as_tuple(names)) for axis, names in config.rules.items()}
+
+
+def fit_model(config: EngineConfig, model: ModelSpec) -> ModelSpec:
+    """The model for the devices of a configuration. Raises ValueError where it does not split so."""
+    if config.enable_expert_parallel and model.mixture is None:
+        raise ValueError(f"enable_expert_parallel: the model {model.name!r} has no experts")
+    if config.num_shards == 1:
+        return model
+    fitted = fit(model, divisors_of(config), config.deals_experts)
+    check_divides(fitted.weights, config.rules, config.mesh_shape)
+    if (size := config.pipeline_parallel_size) > (layers := len(model.attention)):
+        raise ValueError(f"pipeline_parallel_size {size} is more than the model's {layers} layers")
+    return fitted
+
+
+def refuse_unbuilt(config: EngineConfig) -> None:
+    """Raises NotImplementedError for what can be planned and not be run."""
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(config, name)) > 1:
+            raise NotImplementedError(f"{name}={size}: only `octavo plan` knows of it so far")
