@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..models.logprobs import MODES
-from ..sharding.rules import ShardingRules
 from . import checks
+from .argument import Argument, Later, choices, integers, sizes
+from .arguments_parallel import PARALLELISM
 from .checks import mapping
 from .layout_names import kv_cache_dtype
 from .loading.checkpoint import LOAD_FORMATS
@@ -30,57 +29,11 @@ LATER_LOAD_FORMATS = (
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One that works. `check(name, value)` normalises a value; `kind` is what the documentation calls its type."""
-
-    name: str
-    kind: str
-    default: Any
-    doc: str
-    check: Callable[[str, Any], Any]
-
-
-@dataclass(frozen=True)
-class Later:
-    """One that is known and not built yet. Its default and `harmless` values ask for nothing, and are accepted."""
-
-    name: str
-    default: Any
-    feature: str
-    harmless: tuple[Any, ...] = ()
-
-
-def integers(low: float, high: float = float("inf")) -> Callable[[str, Any], int]:
-    return partial(checks.integer, low=low, high=high)
-
-
-def choices(*known: str) -> Callable[[str, Any], str]:
-    return partial(checks.choice, known=known)
-
-
-def sizes(low: int) -> Callable[[str, Any], int]:
-    return partial(checks.size, low=low)
-
-
 def text(name: str, value: Any) -> str:
     """A string or a path, not empty."""
     if not str(value) or not (isinstance(value, str) or hasattr(value, "__fspath__")):
         raise ValueError(f"{name} {value!r} is not a name or a path")
     return str(value)
-
-
-def sharding_rules(name: str, value: Any) -> ShardingRules:
-    """Rules, or a mapping that becomes some."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} {value!r} is not a ShardingRules, nor a dict from logical axis to mesh axis")
-    return value if isinstance(value, ShardingRules) else ShardingRules(dict(value))
-
-
-def executor(name: str, value: Any) -> str:
-    if value == "ray":
-        raise NotImplementedError(f"{name}='ray' is not supported yet: use 'mp', or 'external_launcher' under torchrun")
-    return checks.choice(name, value, ("mp", "uni", "external_launcher"))
 
 
 def anything(name: str, value: Any) -> Any:
@@ -169,41 +122,7 @@ WORKING = (
         anything,
     ),
     Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
-    Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
-    Argument("pipeline_parallel_size", "int", 1, "parts of the stack of layers; `octavo plan` alone", integers(1)),
-    Argument("data_parallel_size", "int", 1, "replicas of the engine; `octavo plan` alone", integers(1)),
-    Argument(
-        "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
-    ),
-    Argument(
-        "expert_placement_strategy",
-        "str",
-        "linear",
-        "which experts a device has: linear (neighbours) or round_robin (every n-th)",
-        choices("linear", "round_robin"),
-    ),
-    Argument(
-        "sharding_rules",
-        "ShardingRules",
-        None,
-        "logical axis to mesh axes (tp, pp, dp); None: what the sizes above ask for",
-        sharding_rules,
-    ),
-    Argument(
-        "distributed_executor_backend",
-        "str",
-        None,
-        "mp: a process a device, started by this one (the default of torch); uni: all devices in this one (the "
-        "default of jax); external_launcher: torchrun's processes, or jax.distributed's",
-        executor,
-    ),
-    Argument(
-        "state_check_interval",
-        "int",
-        64,
-        "steps between comparisons of the state of several processes; 0: none",
-        integers(0),
-    ),
+    *PARALLELISM,
     Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
     Argument(
         "enforce_eager",

@@ -61,7 +61,7 @@ def place_parts(
             inner = (*window[:axis], slice(first - at, last - at), *window[axis + 1 :])
             if x is not None:
                 copy_into(place, x[inner])
-            elif part is None:
+            elif not isinstance(part, Fuse):
                 place[...] = 0
             elif place_parts(place, whole, inner, part, path, source, sizes) != whole[part.axis]:
                 raise ValueError(f"{', '.join(names_of(part))} do not fill {whole} of {path}")

@@ -1,0 +1,62 @@
+"""The engine arguments that share a model out over devices and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..sharding.rules import ShardingRules
+from . import checks
+from .argument import Argument, choices, integers
+
+
+def sharding_rules(name: str, value: Any) -> ShardingRules:
+    """Rules, or a mapping that becomes some."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} {value!r} is not a ShardingRules, nor a dict from logical axis to mesh axis")
+    return value if isinstance(value, ShardingRules) else ShardingRules(dict(value))
+
+
+def executor(name: str, value: Any) -> str:
+    if value == "ray":
+        raise NotImplementedError(f"{name}='ray' is not supported yet: use 'mp', or 'external_launcher' under torchrun")
+    return checks.choice(name, value, ("mp", "uni", "external_launcher"))
+
+
+PARALLELISM = (
+    Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
+    Argument("pipeline_parallel_size", "int", 1, "parts of the stack of layers; `octavo plan` alone", integers(1)),
+    Argument("data_parallel_size", "int", 1, "replicas of the engine; `octavo plan` alone", integers(1)),
+    Argument(
+        "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
+    ),
+    Argument(
+        "expert_placement_strategy",
+        "str",
+        "linear",
+        "which experts a device has: linear (neighbours) or round_robin (every n-th)",
+        choices("linear", "round_robin"),
+    ),
+    Argument(
+        "sharding_rules",
+        "ShardingRules",
+        None,
+        "logical axis to mesh axes (tp, pp, dp); None: what the sizes above ask for",
+        sharding_rules,
+    ),
+    Argument(
+        "distributed_executor_backend",
+        "str",
+        None,
+        "mp: a process a device, started by this one (the default of torch); uni: all devices in this one (the "
+        "default of jax); external_launcher: torchrun's processes, or jax.distributed's",
+        executor,
+    ),
+    Argument(
+        "state_check_interval",
+        "int",
+        64,
+        "steps between comparisons of the state of several processes; 0: none",
+        integers(0),
+    ),
+)
