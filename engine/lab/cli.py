@@ -1,4 +1,4 @@
-"""Commands of the laboratory: replay, explain, crosscheck, simulate."""
+"""Commands of the laboratory: replay, explain, crosscheck, compare, simulate."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings=TAKES_MORE, epilog="Other engine arguments override the logged ones.")(replay)
     app.command()(explain)
     app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(crosscheck)
+    app.command(context_settings=TAKES_MORE, epilog="Other engine arguments go to both.")(compare)
     app.command()(simulate)
 
 
@@ -193,3 +194,44 @@ def _show_comparisons(found: Any, by_layer: bool) -> None:
     for c in found:
         title = f"{c.name}: greatest errors by op{which}, and % of numbers so many ULPs apart"
         show(c.by_layer() if by_layer else c.by_op(), False, title=title)
+
+
+def compare(
+    context: typer.Context,
+    a: Annotated[Path, typer.Argument(help="Engine arguments in TOML.")],
+    b: Annotated[Path, typer.Argument(help="Others, to be compared with the first.")],
+    prompts: Annotated[Path | None, typer.Option(help="A prompt a line, as text, or as JSON in a .jsonl file.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated behind each prompt.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Times are medians of so many runs.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="A .png: KL and latency.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Two engine configurations on the same prompts: first flip, KL by position, latency, memory."""
+    with reporting(debug):
+        from .compare import compare as run
+        from .prompts import read_prompts
+
+        texts = None if prompts is None else read_prompts(prompts)
+        found = run(a, b, texts, max_tokens=max_tokens, rounds=rounds, **engine_arguments(context.args))
+        if plot is not None:
+            from .compare_plot import draw
+
+            draw(found, plot)
+        if as_json:
+            print(json.dumps(found.to_json(), default=str))
+            return
+        _show_compared(found)
+
+
+def _show_compared(found: Any) -> None:
+    from .compare import rows_of_prompts
+
+    print(found.verdict)
+    for name, (mine, other) in found.differing.items():
+        print(f"differs: {name} = {mine!r} in A, {other!r} in B")
+    if not found.differing:
+        print("both configurations are the same")
+    show(list(rows_of_prompts(found)), False, title="prompts: tokens of prompt and output; where B's part from A's")
+    show(found.by_position(), False, title="KL(A || B) on A's tokens, nats")
+    show(found.costs(), False, title="what it takes")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..build import Parts
+from ..llm import LLM
 from ..plan import Plan
 from .errors import Error
 
@@ -59,7 +60,7 @@ def compare_taps(
     return fault
 
 
-def compare_norms(plan: Plan, mine: dict[str, np.ndarray], oracle: Parts, dtype: str) -> Fault | None:
+def compare_norms(plan: Plan, mine: dict[str, np.ndarray], oracle: Parts | LLM, dtype: str) -> Fault | None:
     """The first norm that is not what the oracle makes of the same input.
 
     A wrong epsilon is small beside what rounding has done to the input by then, so a norm is judged by its own.

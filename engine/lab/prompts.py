@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..build import open_checkpoint
@@ -22,3 +24,16 @@ def tokenized(model: Any, prompts: Sequence[str]) -> list[list[int]]:
     """The prompts as the model's own tokenizer reads them."""
     tokenizer = open_checkpoint(engine_config(model)).tokenizer()
     return [tokenizer.encode(p) for p in prompts]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """A prompt a line. Of a .jsonl file each line is a string, or an object with "prompt". Empty lines are left out."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    values = [json.loads(line) for line in lines]
+    found: list[Any] = [value.get("prompt") if isinstance(value, dict) else value for value in values]
+    for number, prompt in enumerate(found, 1):
+        if not isinstance(prompt, str):
+            raise ValueError(f"{path}: line {number} has no prompt: {lines[number - 1][:80]}")
+    return found

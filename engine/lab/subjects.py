@@ -10,7 +10,10 @@ import numpy as np
 from ...models.interface import ModelSpec
 from ..build import Parts, build
 from ..config import engine_config
+from ..llm import LLM
+from ..plan import Plan
 from ..request import Request
+from ..runner import Hidden
 from ..sampling_params import SamplingParams
 from ..step_log import Entry
 from ..user_code import named_in_file
@@ -71,7 +74,7 @@ class EngineSubject:
 
     has_cache = True
 
-    def __init__(self, name: str, parts: Parts):
+    def __init__(self, name: str, parts: Parts | LLM):
         self.name, self.parts, self.runner, self.dtype = name, parts, parts.runner, parts.config.dtype
         self.block_size, self.teller = parts.runner.block_size, Teller(parts.runner)
         compile = parts.backend.compile
@@ -82,14 +85,20 @@ class EngineSubject:
         self.runner.reset()
 
     def look(self, step: Entry) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        runner, read = self.runner, self.runner.backend.read
-        hidden = runner.launch_forward(step.plan, EVERYTHING)
+        hidden, logits = self._step(step, EVERYTHING)
+        count = sum(c.num_tokens for c in step.plan.chunks)
+        read = self.runner.backend.read
+        return {name: read(x)[:count] for name, x in hidden.rows.items() if name != "last"}, logits
+
+    def _step(self, step: Entry, taps: tuple[str, ...] = ()) -> tuple[Hidden, np.ndarray]:
+        """Runs one step and is told its tokens. Returns the hidden rows, and the logits [R, V] of its sampled rows."""
+        runner = self.runner
+        hidden = runner.launch_forward(step.plan, taps)
         runner.launch_head(step.plan, hidden).result()
         self.teller.tell(step)
         at = [i for i, c in enumerate(step.plan.chunks) if c.samples]
         logits, _ = self.logits(runner.weights, hidden.last_RE)
-        count = sum(c.num_tokens for c in step.plan.chunks)
-        return {name: read(x)[:count] for name, x in hidden.rows.items() if name != "last"}, read(logits)[at]
+        return hidden, runner.backend.read(logits)[at]
 
     def table(self, layer: int, row: int) -> list[int]:
         return self.runner.tables[self._home(layer)[0]][row].tolist()
@@ -105,6 +114,26 @@ class EngineSubject:
 
     def run(self, requests: Sequence[Request]) -> Iterator[Entry]:
         """Runs requests to their end, one step at a time from an empty cache, and yields what each step was."""
+        for plan in self._plans(requests):
+            tokens = self.runner.launch(plan).result().token_ids
+            self.parts.scheduler.update(plan, tokens)
+            yield Entry(plan, tokens, None)
+
+    def forced(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Runs prompts with given tokens in place of its own. Yields a prompt's number, a token's, its logits [V]."""
+        requests = [make_request(i, *each) for i, each in enumerate(zip(prompts, map(len, outputs), strict=True))]
+        for plan in self._plans(requests):
+            names = [(int(c.request_id), c.start + c.num_tokens) for c in plan.sampled]
+            at = [(i, known - len(prompts[i])) for i, known in names]
+            step = Entry(plan, [outputs[i][j] for i, j in at], None)
+            for (i, j), logits_V in zip(at, self._step(step)[1], strict=True):
+                yield i, j, logits_V
+            self.parts.scheduler.update(plan, step.token_ids)
+
+    def _plans(self, requests: Sequence[Request]) -> Iterator[Plan]:
+        """The scheduler's plans from an empty cache to the requests' end; each must be read before the next."""
         scheduler = self.parts.scheduler
         self.runner.reset()
         scheduler.abandon()
@@ -113,9 +142,7 @@ class EngineSubject:
         while scheduler.has_work:
             plan = scheduler.schedule()
             assert plan is not None
-            tokens = self.runner.launch(plan).result().token_ids
-            scheduler.update(plan, tokens)
-            yield Entry(plan, tokens, None)
+            yield plan
 
     def lead(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[Entry], dict[str, list[int]]]:
         requests = [make_request(i, prompt, max_tokens) for i, prompt in enumerate(prompts)]
