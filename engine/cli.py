@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_arguments import engine_arguments
+from .cli_arguments import engine_arguments, free_word
 from .cli_report import print_error, reporting, show
 from .lab.cli import register
 
@@ -231,12 +231,22 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Shows where the memory would go: weights, rows, cache, activations, before anything is allocated."""
+    """Shows where the memory would go before anything is allocated; of several devices (--tp 4 --pp 2) also what each
+    holds, and what they tell each other in a decode step of --max-num-seqs sequences.
+    """
     with reporting(debug):
         from .config import engine_config
 
-        config = engine_config(model, backend=backend, **engine_arguments(context.args))
-        show(dataclasses.asdict(_memory_plan(config)), as_json, title=f"memory plan of {model}, bytes on one device")
+        words, name = free_word(context.args)
+        config = engine_config(name or model, backend=backend, **engine_arguments(words))
+        found = _memory_plan(config)
+        shown, n = dataclasses.asdict(found), found.max_num_seqs
+        shown["collectives"] = [
+            dataclasses.asdict(c) | {"step_bytes": c.count * c.bytes_of(n, n)} for c in found.collectives
+        ]
+        if found.num_devices == 1:
+            del shown["stages"], shown["collectives"]
+        show(shown, as_json, title=f"memory plan of {name or model}, bytes on one device")
 
 
 def _memory_plan(config: EngineConfig) -> MemoryPlan:

@@ -35,6 +35,15 @@ def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
+def free_word(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words without the first that belongs to no option, and that one: a model named as `octavo plan --tp 4 M`."""
+    for i, word in enumerate(words):
+        behind = i > 0 and words[i - 1].startswith("--") and "=" not in words[i - 1]
+        if not word.startswith("--") and not behind:
+            return [*words[:i], *words[i + 1 :]], word
+    return list(words), None
+
+
 def _value(key: str, text: str) -> Any:
     if key in TEXTS:
         return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from .arguments import GIB
 from .batch import READ_TILE
 from .block_manager import peak_blocks
 from .config import EngineConfig
+from .devices import Collective, Stage, collectives_of, stage_weights, stages
 
 DEFAULT_CACHE_BYTES = 2 * GIB
 # of what max_num_seqs requests of max_model_len need: a default cache beyond it would hardly be reused
@@ -64,6 +65,8 @@ class MemoryPlan:
     full_length_requests: float  # how many of max_model_len the cache holds
     largest_max_model_len: int  # tokens of one request that would fit
     groups: tuple[GroupPlan, ...]
+    stages: tuple[Stage, ...] = ()  # of several devices, what each holds
+    collectives: tuple[Collective, ...] = ()  # of one step
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -88,14 +91,33 @@ class Planner:
             specs = self.config.layout.spec(self.model.attention[i], blocks).values()
             return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
 
-        return tuple(sum(of_layer(i, 2) - of_layer(i, 1) for i in group.layers) for group in self.model.groups)
+        # of a pipeline, those of the stage with most layers of a group
+        return tuple(
+            max(sum(of_layer(i, 2) - of_layer(i, 1) for i in group.layers if i in stage) for stage in self.stages)
+            for group in self.model.groups
+        )
+
+    @cached_property
+    def stages(self) -> list[range]:
+        return stages(len(self.model.attention), self.config.pipeline_parallel_size)
 
     @cached_property
     def weights_bytes(self) -> int:
-        specs, embed = leaves(self.model.weights), self.model.weights["embed"]
-        if self.config.backend == "torch" and embed.product is not None:
+        return max(map(self.stage_bytes, self.stages))
+
+    def stage_bytes(self, layers: range) -> int:
+        """Bytes of the weights of a pipeline stage, on one device."""
+        tree = stage_weights(self.model, layers)
+        specs, embed = leaves(tree), tree.get("embed")
+        if self.config.backend == "torch" and embed is not None and embed.product is not None:
             # packed for its product, a tied table is kept a second time for look-ups
             specs.append(embed)
+        return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
+
+    def stage_cache(self, layers: range, blocks: Sequence[int]) -> int:
+        """Bytes of the pools of a pipeline stage, on one device."""
+        of = ((n, i) for n, group in zip(blocks, self.model.groups, strict=True) for i in group.layers if i in layers)
+        specs = (s for n, i in of for s in self.config.layout.spec(self.model.attention[i], n).values())
         return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
 
     @cached_property
@@ -314,4 +336,17 @@ def _plan(planner: Planner, length: int) -> MemoryPlan:
         full_length_requests=round(min((n - 1) / most for n, most in zip(counts, need, strict=True)), 2),
         largest_max_model_len=planner.longest,
         groups=groups,
+        stages=_stages(planner, counts),
+        collectives=tuple(collectives_of(c, planner.model, itemsize(c.dtype))),
     )
+
+
+def _stages(planner: Planner, blocks: Sequence[int]) -> tuple[Stage, ...]:
+    """What the devices of each pipeline stage hold; nothing of a single device."""
+    c, found = planner.config, []
+    each = c.tensor_parallel_size
+    for n, layers in enumerate(planner.stages if c.num_shards > 1 else ()):
+        names = f"{n * each}-{n * each + each - 1}" if each > 1 else str(n)
+        sizes = planner.stage_bytes(layers), planner.stage_cache(layers, blocks)
+        found.append(Stage(names, f"{layers.start}-{layers.stop - 1}", *sizes))
+    return tuple(found)

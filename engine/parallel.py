@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..models.fit import fit
 from ..models.interface import ModelSpec
-from ..sharding.rules import as_tuple, check_divides
+from ..sharding.rules import as_tuple, misfit
 from .config import EngineConfig
+
+MOST = 129  # sizes that are tried for those that would do
 
 
 def divisors_of(config: EngineConfig) -> dict[str, int]:
@@ -22,11 +25,21 @@ def fit_model(config: EngineConfig, model: ModelSpec) -> ModelSpec:
         raise ValueError(f"enable_expert_parallel: the model {model.name!r} has no experts")
     if config.num_shards == 1:
         return model
-    fitted = fit(model, divisors_of(config), config.deals_experts)
-    check_divides(fitted.weights, config.rules, config.mesh_shape)
+    fitted = _fit(config, model)
+    if found := misfit(fitted.weights, config.rules, config.mesh_shape):
+        would = [n for n in range(1, MOST) if _fits(replace(config, tensor_parallel_size=n), model)]
+        raise ValueError(f"{found[1]}: {', '.join(map(str, would))} would")
     if (size := config.pipeline_parallel_size) > (layers := len(model.attention)):
         raise ValueError(f"pipeline_parallel_size {size} is more than the model's {layers} layers")
     return fitted
+
+
+def _fit(config: EngineConfig, model: ModelSpec) -> ModelSpec:
+    return fit(model, divisors_of(config), config.deals_experts)
+
+
+def _fits(config: EngineConfig, model: ModelSpec) -> bool:
+    return misfit(_fit(config, model).weights, config.rules, config.mesh_shape) is None
 
 
 def refuse_unbuilt(config: EngineConfig) -> None:

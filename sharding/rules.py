@@ -103,21 +103,34 @@ def shard_of(
     return tuple(found)
 
 
+def misfit(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first axis of a tree of ArraySpecs that does not split evenly, and words that say so; None: all do."""
+    for axis, size in axis_sizes(specs, rules).items():
+        names = as_tuple(rules[axis])
+        parts = math.prod(mesh_shape[name] for name in names)
+        if size % parts:
+            given = " x ".join(SIZE_NAMES.get(name, name) for name in names)
+            return axis, f"{AXIS_NAMES.get(axis, axis)} {size} is not divisible by {given} {parts}"
+    return None
+
+
 def check_divides(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
     """Raises ValueError unless every array of a tree of ArraySpecs splits evenly; the message says what would."""
+    if found := misfit(specs, rules, mesh_shape):
+        axis, words = found
+        sizes = axis_sizes(specs, rules)
+        common = math.gcd(*(s for a, s in sizes.items() if as_tuple(rules[a]) == as_tuple(rules[axis])))
+        raise ValueError(f"{words}: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)} would")
+
+
+def axis_sizes(specs: Any, rules: ShardingRules) -> dict[str, int]:
+    """What each shared logical axis measures: the greatest common divisor over all arrays."""
     sizes: dict[str, int] = {}
     for spec in spec_leaves(specs):
         for axis, size, names in zip(spec.axes, spec.shape, rules.mesh_axes(spec.axes), strict=True):
             if names:
                 sizes[axis] = math.gcd(size, sizes.get(axis, 0))
-    for axis, size in sizes.items():
-        names = as_tuple(rules[axis])
-        parts = math.prod(mesh_shape[name] for name in names)
-        if size % parts:
-            common = math.gcd(*(s for a, s in sizes.items() if as_tuple(rules[a]) == names))
-            would = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-            given = " x ".join(SIZE_NAMES.get(name, name) for name in names)
-            raise ValueError(f"{AXIS_NAMES.get(axis, axis)} {size} is not divisible by {given} {parts}: {would} would")
+    return sizes
 
 
 def spec_leaves(tree: Any) -> Iterator[Any]:

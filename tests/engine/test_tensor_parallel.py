@@ -55,8 +55,8 @@ def test_an_engine_on_several_devices_gives_the_tokens_of_one(size: int) -> None
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (3, "104 is not divisible by tensor_parallel_size 3: 1, 2, 4, 8 would"),
-        (16, "104 is not divisible by tensor_parallel_size 16: 1, 2, 4, 8 would"),
+        (3, "num_kv_heads 8 is not divisible by tensor_parallel_size 3: 1, 2, 4, 8, 16 would"),
+        (32, "num_kv_heads 8 is not divisible by tensor_parallel_size 32: 1, 2, 4, 8, 16 would"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_numbers(size: int, words: str) -> None:

@@ -1,0 +1,109 @@
+"""What each device of a mesh holds, and what devices tell each other in one step; from specs alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..models.interface import ArraySpec, ModelSpec
+from ..sharding.rules import as_tuple
+from .config import EngineConfig
+from .parallel import divisors_of
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that happens `count` times a step. Bytes are those of its result, for each token, or each sampled row."""
+
+    kind: str  # all-reduce, all-gather or send
+    where: str
+    mesh_axes: tuple[str, ...]
+    count: int
+    of_rows: bool  # of sampled rows, not of tokens
+    bytes_each: int  # a token or row
+
+    def bytes_of(self, num_tokens: int, num_rows: int) -> int:
+        """Bytes of one of them in a step of padded sizes."""
+        return self.bytes_each * (num_rows if self.of_rows else num_tokens)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device of a pipeline stage holds; its neighbours along tp hold as much."""
+
+    devices: str
+    layers: str
+    weights_bytes: int
+    cache_bytes: int
+
+
+def stages(num_layers: int, num_stages: int) -> list[range]:
+    """Which layers each stage has: neighbours, as evenly as can be, the first ones more."""
+    ends = [-(-num_layers * i // num_stages) for i in range(num_stages + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def stage_weights(model: ModelSpec, layers: range) -> dict[str, Any]:
+    """The part of the weights tree that a stage needs: the table at the first, what follows the layers at the last."""
+    found: dict[str, Any] = {"layers": model.weights["layers"][layers.start : layers.stop]}
+    is_first, is_last = layers.start == 0, layers.stop == len(model.attention)
+    for name, specs in model.weights.items():
+        lookup, tied = name == "embed", "unembed" not in model.weights
+        needed = (is_first or (is_last and tied)) if lookup else is_last or name == "ropes"
+        if name != "layers" and needed:
+            found[name] = specs
+    return found
+
+
+def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> list[Collective]:
+    """Those of one step: forward, then head. `itemsize` is that of the dtype that the model is run in."""
+    sizes, wide = divisors_of(config), 4
+    # jax adds partial sums up in float32, torch in the model's dtype; sums over experts are float32 in both
+    product = wide if config.backend == "jax" else itemsize
+    dim = model.weights["embed"].shape[1]
+    found: list[Collective] = []
+
+    def note(kind: str, where: str, axes: Sequence[str], count: int, of_rows: bool, bytes_each: int) -> None:
+        shared = (name for axis in axes for name in as_tuple(config.rules.get(axis)) if config.mesh_shape[name] > 1)
+        if count and (names := tuple(dict.fromkeys(shared))):
+            found.append(Collective(kind, where, names, count, of_rows, bytes_each))
+
+    if _is_split(model.weights["embed"], sizes):
+        note("all-reduce", "embed", ["vocab"], 1, False, dim * itemsize)
+    products: dict[tuple[str, str, int], int] = {}
+    for layer in model.weights["layers"]:
+        for name, spec in layer.items():
+            for axis in _contracted(spec):
+                key = name, axis, _made(spec)
+                products[key] = products.get(key, 0) + (sizes.get(axis, 1) > 1)
+    for (name, axis, made), count in products.items():
+        note("all-reduce", name, [axis], count, False, made * product)
+    mixed = sum(any("experts" in spec.axes for spec in layer.values()) for layer in model.weights["layers"])
+    note("all-reduce", "experts", ["experts", "expert_mlp"], mixed, False, dim * wide)
+    table = model.weights.get("unembed", model.weights["embed"])
+    if _is_split(table, sizes):
+        note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize)
+    if config.pipeline_parallel_size > 1:
+        found.append(Collective("send", "stages", ("pp",), config.pipeline_parallel_size - 1, False, dim * itemsize))
+    return found
+
+
+def _is_split(spec: ArraySpec, sizes: Mapping[str, int]) -> bool:
+    return any(sizes.get(axis or "", 1) > 1 for axis in spec.axes)
+
+
+def _contracted(spec: ArraySpec) -> list[str]:
+    """The logical axes of a weight over which its product sums."""
+    if not spec.product:
+        return []
+    x, w, y = spec.product.replace("->", ",").split(",")
+    return [axis for axis, letter in zip(spec.axes, w, strict=True) if axis and letter in x and letter not in y]
+
+
+def _made(spec: ArraySpec) -> int:
+    """Numbers that a product makes a token."""
+    x, w, y = str(spec.product).replace("->", ",").split(",")
+    return math.prod(n for n, letter in zip(spec.shape, w, strict=True) if letter in y and letter not in x)

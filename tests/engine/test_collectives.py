@@ -1,0 +1,109 @@
+"""The collectives of a step as planned, as compiled (JAX) and as run (torch)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch  # noqa: F401
+from tiny import EIGHT_HEADS, PROMPTS, engine
+from typer.testing import CliRunner
+
+from octavo.engine import LLM, SamplingParams
+from octavo.engine.cli import app
+from octavo.models.interface import Sampling
+
+DTYPES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
+MODELS = {"dense": lambda **a: engine(EIGHT_HEADS, **a), "moe": lambda **a: tiny_moe.engine(**a)}
+EP = {"enable_expert_parallel": True}
+
+
+def planned(llm: LLM, num_tokens: int, num_rows: int) -> Counter[tuple[str, int]]:
+    """(kind, bytes) of each collective of a step."""
+    found: Counter[tuple[str, int]] = Counter()
+    for c in llm.memory_plan.collectives:
+        found[c.kind, c.bytes_of(num_tokens, num_rows)] += c.count
+    return found
+
+
+def compiled(program: Any, *args: Any) -> Counter[tuple[str, int]]:
+    """The same, counted in the program that XLA made."""
+    found: Counter[tuple[str, int]] = Counter()
+    text = program.lower(*args).compile().as_text()
+    for dtype, dims, kind in re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* (all-reduce|all-gather)(?:-start)?\(", text):
+        found[kind, DTYPES[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))] += 1
+    return found
+
+
+@pytest.mark.parametrize("name, more", [("dense", {}), ("moe", {}), ("moe", EP)], ids=["dense", "moe", "moe-ep"])
+def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
+    llm = MODELS[name](backend="jax", tensor_parallel_size=2, **more)
+    runner, rows = llm.runner, np.arange(4, dtype=np.int32)
+    inputs = runner._padding(4, 4, True, runner.shapes.widths[0])
+    found = compiled(runner.forward, runner.weights, runner.cache, inputs)
+    hidden = np.zeros((4, llm.model.weights["embed"].shape[1]), np.float32)
+    head = compiled(runner.head, runner.weights, runner.cache.rows, hidden, Sampling(rows, rows, "greedy"))
+    assert found + head == planned(llm, 4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, more", [("dense", {}), ("moe", {}), ("moe", EP)], ids=["dense", "moe", "moe-ep"])
+def test_torch_runs_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
+    llm = MODELS[name](backend="torch", tensor_parallel_size=2, async_scheduling=False, **more)
+    counts = llm.backend.mesh.counts  # pyright: ignore[reportAttributeAccessIssue]
+    for i in range(3):
+        llm.add_request(str(i), PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
+    llm.step()
+    before = Counter(counts)
+    llm.step()
+    found: Counter[tuple[str, int]] = Counter()
+    for (kind, names, size), count in (counts - before).items():
+        assert names == ("tp",)
+        found[kind, size] += count
+    assert found == planned(llm, 3, 3)
+    llm.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 1002, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_command_plans_for_devices_that_are_not_there(folder: Path) -> None:
+    words = ["plan", "--tp", "4", "--pp", "2", "--load-format", "dummy", "--backend", "torch", "--json", str(folder)]
+    found = json.loads(CliRunner().invoke(app, words).stdout)
+    assert found["num_devices"] == 8
+    assert [(s["devices"], s["layers"]) for s in found["stages"]] == [("0-3", "0-2"), ("4-7", "3-4")]
+    # each device has a kv head of 8 (there are 2 for 4: stored twice), 2 query heads, 24 of 96, and 251 of 1,004 rows
+    layer = 4 * (64 * 1 * 4 * 8 + 2 * 8 * 64 + 64 * 2 * 24 + 24 * 64 + 2 * 64)
+    table, norm, ropes = 4 * 251 * 64, 4 * 64, 4 * 4
+    assert [s["weights_bytes"] for s in found["stages"]] == [
+        3 * layer + table + ropes,
+        2 * layer + table + norm + ropes,
+    ]
+    blocks = found["groups"][0]["num_blocks"]
+    assert [s["cache_bytes"] for s in found["stages"]] == [blocks * 16 * 2 * 8 * 4 * layers for layers in (3, 2)]
+    each = {c["where"]: (c["kind"], c["count"], c["bytes_each"]) for c in found["collectives"]}
+    assert each == {
+        "embed": ("all-reduce", 1, 256), "out": ("all-reduce", 5, 256), "down": ("all-reduce", 5, 256),
+        "logits": ("all-gather", 1, 4016), "stages": ("send", 1, 256),
+    }  # fmt: skip
+    assert found["collectives"][1]["step_bytes"] == 5 * 256 * found["max_num_seqs"]
+
+
+def test_the_command_says_which_sizes_would_do(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "--tp", "5", "--load-format", "dummy", str(folder)])
+    assert result.exit_code == 1
+    assert "num_kv_heads 2 is not divisible by tensor_parallel_size 5: 1, 2, 4, 8 would" in result.stderr
