@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves
+from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves, row_specs_of
 from ..models.keeps import Keeps, keeps_of
 from ..models.sampling import row_specs
 from .arguments import GIB
@@ -134,7 +134,13 @@ class Planner:
 
     def rows_bytes(self, length: int) -> int:
         rows = row_specs(self.config.max_num_seqs + 1, length, self.model.vocab_size)
-        return sum(spec_bytes(s, "int32", {}) for s in rows.values())
+        known = sum(spec_bytes(s, "int32", {}) for s in rows.values())
+        return known + sum(self.layer_row_bytes(a) for a in self.model.attention)
+
+    def layer_row_bytes(self, attention: AttentionSpec) -> int:
+        """What a layout keeps of one layer by row, on one device."""
+        specs = row_specs_of(self.config.layout, attention, self.config.max_num_seqs + 1)
+        return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs.values())
 
     def blocks(self, length: int) -> list[int]:
         """The most blocks that a sequence of this length holds, in each group (as BlockManager.peak)."""

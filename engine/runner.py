@@ -22,6 +22,7 @@ from ..models.interface import (
     Sampling,
     SharedPrefixes,
     StepInput,
+    layer_specs,
     map_tree,
 )
 from ..models.logit_edits import LogitsProcessor
@@ -114,7 +115,7 @@ def cache_specs(
 ) -> CacheState:
     """The ArraySpecs of a whole CacheState, in its own shape."""
     groups = tuple(
-        tuple(layout.spec(model.attention[i], n) for i in group.layers)
+        tuple(layer_specs(layout, model.attention[i], n, max_num_seqs + 1) for i in group.layers)
         for n, group in zip(num_blocks, model.groups, strict=True)
     )
     return CacheState(groups, row_specs(max_num_seqs + 1, max_model_len, model.vocab_size))

@@ -58,7 +58,7 @@ class Scheduler:
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
         # blocks of which the device chooses what stays are nobody else's
-        self.estates = Estates(forks=self.blocks.cuts is None)
+        self.estates = Estates(forks=self.blocks.cuts is None and self.blocks.layout_keeps.forks)
 
     @property
     def has_work(self) -> bool:

@@ -106,6 +106,7 @@ class Step:
     extra: dict[str, Array]
     shared: SharedPrefixes | None = None
     prompt_lens_S: Array | None = None  # None: made by hand, for a layout that keeps everything
+    rows_S: Array = None  # row of each sequence; None: made by hand, for a layout without row_spec
 
 
 @dataclass(frozen=True)
@@ -264,11 +265,34 @@ class CacheLayout(Protocol):
         """The arrays of one layer. dtype None is the cache dtype."""
         ...
 
+    def row_spec(self, attention: AttentionSpec, num_rows: int) -> dict[str, ArraySpec]:
+        """Arrays of one layer that lie in no block, with an entry a row (step.rows_S) as their first axis.
+
+        In the layer's cache their names begin with "row.". Nobody copies them: a layout that needs more than full
+        blocks to go on with `keeps` no forks. None, for a layout without `row_spec`.
+        """
+        ...
+
     def attention(
         self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
     ) -> tuple[Array, LayerCache]:
         """parts: q [T, K, G, D], k and v [T, K, D], before rope. Returns [T, K, G, Dv] and the new cache."""
         ...
+
+
+ROW = "row."  # what the names of arrays by row begin with
+
+
+def layer_specs(layout: CacheLayout, attention: AttentionSpec, num_blocks: int, num_rows: int) -> dict[str, ArraySpec]:
+    """All arrays of a layer's cache."""
+    return layout.spec(attention, num_blocks) | row_specs_of(layout, attention, num_rows)
+
+
+def row_specs_of(layout: CacheLayout, attention: AttentionSpec, num_rows: int) -> dict[str, ArraySpec]:
+    """Those that lie in no block, by the names that they have in the cache."""
+    if not hasattr(layout, "row_spec"):
+        return {}
+    return {ROW + name: spec for name, spec in layout.row_spec(attention, num_rows).items()}
 
 
 def map_tree(f: Callable[..., Any], tree: Any, *others: Any) -> Any:

@@ -19,6 +19,8 @@ class Keeps:
     a token takes the slot of another once `budget` are held (`rolling`), or a slot of its own. What is kept depends on
     what came after, so such blocks are nobody else's: no prefix is hit, and no sibling forks.
 
+    Without `forks` a request goes on from full blocks alone: what it has of another lies in its row.
+
     A chunk never goes beyond a cut, so tokens do not depend on how steps are cut.
     """
 
@@ -27,6 +29,7 @@ class Keeps:
     budget: int | None = None  # tokens
     section: int | None = None
     rolling: bool = True
+    forks: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

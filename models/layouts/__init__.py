@@ -1,6 +1,7 @@
 """Cache layouts by name. A new one is a file here and a line in the table."""
 
 from .fp8 import Fp8
+from .kivi import Kivi
 from .narrow import Fp8PerTokenHead, Int8
 from .paged import HeadMajor, TokenMajor
 from .transposed import KTransposed
@@ -12,4 +13,5 @@ LAYOUTS = {
     "int8": Int8,
     "fp8": Fp8,
     "fp8_per_token_head": Fp8PerTokenHead,
+    "kivi": Kivi,
 }

@@ -16,8 +16,8 @@ MEMORY = 1 << 23  # elements of gathered keys at a time
 FAR = 1 << 30  # a window that hides nothing
 HIDDEN = -1e30
 
-# read(table_WB) -> keys [W, M, K, D], values [W, M, K, Dv] and the keys' positions [W, M], -1 where there is none
-Read = Callable[[Array], tuple[Array, Array, Array]]
+# read(table_WB, ...) -> keys [W, M, K, D], values [W, M, K, Dv] and the keys' positions [W, M], -1 where there is none
+Read = Callable[..., tuple[Array, Array, Array]]
 
 
 class Tiles(NamedTuple):
@@ -57,17 +57,20 @@ def attend(
     *,
     sinks_KG: Array | None = None,
     count_T: Array | None = None,
+    tiles: Tiles | None = None,
+    more: tuple[Array, ...] = (),
 ) -> tuple[Array, Array | None]:
     """Attention of each query over its sequence's keys up to itself, within the spec's window: [T, K, G, Dv].
 
     Keys without a position, and those behind the sequence's end, take no part, whatever they hold. With `count_T`
     (float), also the weights that slots got from a sequence's queries, each times its count, summed over them and over
-    the heads of a group: [S, M, K]. Weights and output are float32.
+    the heads of a group: [S, M, K]. Weights and output are float32. `more` are arrays with an entry a tile, which
+    `read` gets too; with them go the `tiles` that they were made for.
     """
-    xp, tiles = ops.xp, query_tiles(ops, step)
+    xp, tiles = ops.xp, tiles or query_tiles(ops, step)
 
-    def some_tiles(seq_W: Array, start_W: Array) -> tuple[Array, ...]:
-        k_WMKD, v_WMKD, pos_WM = read(step.block_tables_SB[seq_W])
+    def some_tiles(seq_W: Array, start_W: Array, *more: Array) -> tuple[Array, ...]:
+        k_WMKD, v_WMKD, pos_WM = read(step.block_tables_SB[seq_W], *more)
         there_WM = (pos_WM >= 0) & (pos_WM < step.lengths_S[seq_W][:, None])
         token_WQ = start_W[:, None] + ops.arange(tiles.queries, like=start_W)
         own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]
@@ -85,7 +88,7 @@ def attend(
 
     keys = step.block_tables_SB.shape[1] * block_size * q_TKGD.shape[1] * spec.k_dim
     at_once = max(1, min(tiles.seq_W.shape[0], MEMORY // keys))
-    out_WQKGD, *mass_WMK = ops.map_tiles(some_tiles, (tiles.seq_W, tiles.start_W), at_once)
+    out_WQKGD, *mass_WMK = ops.map_tiles(some_tiles, (tiles.seq_W, tiles.start_W, *more), at_once)
     out_TKGD = ops.show("attention", xp.astype(out_WQKGD[tiles.tile_T, tiles.place_T], q_TKGD.dtype))
     if not mass_WMK:
         return out_TKGD, None

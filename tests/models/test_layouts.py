@@ -10,6 +10,7 @@ from backends import BACKENDS, QUIET
 from tiny import GREEDY, PROMPTS, engine, tokens
 
 from octavo.engine.backend import get_backend
+from octavo.models.interface import ROW
 from octavo.models.layouts import LAYOUTS
 
 EXACT = ("token_major", "head_major", "k_transposed")
@@ -51,10 +52,30 @@ def test_a_layout_that_rounds(backend: str, name: str) -> None:
     layout_suite.check_lossy(LAYOUTS[name](8), get_backend(backend), lambda k, v, position: (rounded(k), rounded(v)))
 
 
+def two_bits(x: np.ndarray, axis: int) -> np.ndarray:
+    low = x.min(axis, keepdims=True)
+    step = (x.max(axis, keepdims=True) - low) / np.float32(3)
+    codes = np.round((x - low) / step)
+    return codes * step.astype(np.float16).astype(np.float32) + low.astype(np.float16).astype(np.float32)
+
+
+def kivi(k: np.ndarray, v: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
+    """Full blocks of 8 keys before the query's own in 2 bits a channel, values in 2 bits a token."""
+    held, full = k.copy(), position // 8 * 8
+    for start in range(0, full, 8):
+        held[start : start + 8] = two_bits(k[start : start + 8], 0)
+    return held, two_bits(v, -1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kivi(backend: str) -> None:
+    layout_suite.check_lossy(LAYOUTS["kivi"](8), get_backend(backend), kivi)
+
+
 SLOW_TO_COMPILE = [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS]
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", [*ROUNDED, "kivi"])
 @pytest.mark.parametrize("backend", SLOW_TO_COMPILE)
 def test_tokens_of_a_layout_that_rounds_do_not_depend_on_the_steps(backend: str, name: str) -> None:
     layout_suite.check_tokens_are_the_same(LAYOUTS[name](8), backend)
@@ -82,7 +103,10 @@ def test_the_memory_plan_counts_every_array(name: str) -> None:
     """Bytes as they lie on the device: all layers, each array."""
     llm = engine(layout=name, **QUIET)
     caches = [layer for group in llm.runner.cache.groups for layer in group]
-    assert sum(x.nbytes for layer in caches for x in layer.values()) == llm.memory_plan.cache_bytes
+    by_row = sum(x.nbytes for layer in caches for name, x in layer.items() if name.startswith(ROW))
+    known = sum(x.nbytes for x in llm.runner.cache.rows.values())
+    assert sum(x.nbytes for layer in caches for x in layer.values()) == llm.memory_plan.cache_bytes + by_row
+    assert known + by_row == llm.memory_plan.rows_bytes
 
 
 def test_a_layout_by_name_or_by_value_is_the_same() -> None:
