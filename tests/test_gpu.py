@@ -11,6 +11,7 @@ from backends import BACKENDS
 from oracle import greedy
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 
+from octavo.engine import shared_prefixes
 from octavo.engine.backend import get_backend
 
 pytestmark = pytest.mark.gpu
@@ -71,3 +72,33 @@ def test_triton_attention_equals_float64(dtype: str, near: float) -> None:
             out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
             np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")
             assert not out[len(want) :].any(), case.name
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_prefixes_equal_float64(backend: str, dtype: str, near: float) -> None:
+    """Read once and joined, compiled; also with full tiles of the widest common heads."""
+    from kernels.test_attention import ORDERS, attend, expected, make_batch
+    from shapes import SHARED
+
+    options: dict[str, Any] = {"torch": {"device": "cuda", "attention": "triton", "eager": True},
+                               "jax": {"attention": "triton_lowered"}}[backend]  # fmt: skip
+    subject = get_backend(backend, options | {"dtype": dtype})
+    wide = {"k_dim": 128, "v_dim": 128, "group_size": 4, "block_size": 16}
+    many = next(c for c in SHARED if c.name == "shared-many")
+    names = ("shared-by-groups", "shared-softcap-sinks", "shared-mixed-sinks", "shared-long")
+    cases = [replace(many, name="shared-wide", **wide, computed=tuple(n + 60 for n in many.computed), kv_heads=2)]
+    for i, case in enumerate(cases + [c for c in SHARED if c.name in names]):
+        batch = make_batch(case)
+        out, want = attend(subject, batch, ORDERS[i % 2]).astype(np.float64), expected(batch)
+        np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=case.name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_do_not_depend_on_shared_prefixes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST_OF_GROUP", 1)
+    arguments: dict[str, Any] = {"backend": backend, "device": "cuda", "dtype": "float32", "max_num_seqs": 8}
+    llm = engine(**arguments)
+    assert llm.runner.prefixes is not None
+    assert tokens(llm, PROMPTS, GREEDY) == tokens(engine(**arguments, disable_cascade_attn=True), PROMPTS, GREEDY)
