@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
     parser.add_argument("--model", choices=list(CONFIGS), default="llama-8b")
     parser.add_argument("--names", nargs="+", default=["prefix", "three", "arriving"])
+    parser.add_argument("--engine", type=json.loads, default={}, help="more engine arguments, as JSON")
     parser.add_argument("--wait", type=Path, help="start measuring when this file is there")
+    parser.add_argument("--done", type=Path, help="make this file at the end")
     parser.add_argument("--slopes", type=Path)
     parser.add_argument("--seconds", type=float, default=30, help="of the slopes")
     args = parser.parse_args()
@@ -56,7 +58,7 @@ def main() -> None:
 
     config = CONFIGS[args.model]
     more = {"max_model_len": config["max_position_embeddings"], "max_num_seqs": max(BATCHES)} if args.slopes else {}
-    llm = start(args.backend, args.model, warmup="lazy", **more)
+    llm = start(args.backend, args.model, **({"warmup": "lazy"} | more | args.engine))
     prefixes, all_workloads = llm.runner.prefixes, workloads(config["vocab_size"])
     while args.wait and not args.wait.exists():
         time.sleep(0.1)
@@ -74,6 +76,8 @@ def main() -> None:
         print(json.dumps(found), flush=True)
     if args.slopes:
         save(args.slopes, llm, args.backend, args.model, machine(args.backend), args.seconds)
+    if args.done:
+        args.done.touch()
 
 
 if __name__ == "__main__":

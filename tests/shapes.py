@@ -86,5 +86,5 @@ SHARED = (
     replace(MIXED, name="shared-mixed-sinks", computed=(40, 0, 43, 3, 90, 130, 89), counts=(1, 33, 1, 17, 1, 50, 1),
             sinks=True, shared=(((0, 2), 5), ((6, 4), 11))),
     replace(ALIKE, name="shared-long", computed=(700, 701, 640, 900), counts=(1,) * 4, group_size=4, kv_heads=1,
-            k_dim=64, v_dim=64, block_size=16, shared=(((0, 1, 2), 40),)),
+            k_dim=64, v_dim=64, block_size=16, shared=(((0, 1), 16), ((2, 3), 40))),
 )  # fmt: skip
