@@ -76,6 +76,8 @@ class Shapes:
         sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
         if any_width:
             tokens = steps(budget, 32)
+            # one row is no product to XLA: it multiplies and sums, and writes what it multiplied
+            seqs, sampled = powers(2, max_num_seqs, 2), powers(4, max_num_seqs, 4)
         if exact:
             seqs = sampled = tuple(range(1, max_num_seqs + 1))
             tokens = (*range(8, budget, 8), budget)

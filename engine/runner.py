@@ -48,7 +48,7 @@ from .shared_prefixes import PrefixFinder
 log = logging.getLogger(__name__)
 
 # of the head: arguments, results, and what it consumes
-HEAD = ("weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
+HEAD = ("last_weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,11 @@ class Runner:
         windows = [group.window for group in model.groups]
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
         self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
+        # the head is called every step: what it does not read would only cost the host
+        self.last_weights = {name: w for name, w in weights.items() if name != "layers"}
         for name, specs in (
             ("weights", model.weights),
+            ("last_weights", {name: s for name, s in model.weights.items() if name != "layers"}),
             ("cache", self.specs),
             ("rows", self.specs.rows),
             ("groups", self.specs.groups),
@@ -240,7 +243,7 @@ class Runner:
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
-        output, rows = self._head(plan.variant)(self.weights, self.cache.rows, hidden, sampling)
+        output, rows = self._head(plan.variant)(self.last_weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
         for x in vars(output).values():
             if x is not None:
@@ -309,7 +312,7 @@ class Runner:
                     mask = all_allowed(n, self.model.vocab_size)
                     for m in (None, mask) if self.masks and at_least(variant, "edits") else (None,):
                         sampling = Sampling(*rows, variant, k, self.digest, m, self.logprobs_mode)
-                        yield self._head(variant), (self.weights, self.cache.rows, hidden, sampling)
+                        yield self._head(variant), (self.last_weights, self.cache.rows, hidden, sampling)
         yield from self.read_head.calls(self.weights, self.cache.rows)
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:

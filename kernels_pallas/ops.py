@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from . import fused
 from .attention import AttentionOp
 from .experts import experts
 from .noise import digest, gumbel
@@ -60,11 +61,12 @@ class JaxOps:
         self.experts_in_turn = experts_in_turn
         self._attention = AttentionOp(attention, mode)
         self._layers: dict[Any, Callable] = {}
+        self._normed: list = []  # what qk_norm made last, and of what
 
     def for_step(self, steps: Sequence) -> JaxOps:
         """The same ops, holding what attention derives once a step for all layers."""
         ops = copy.copy(self)
-        ops._attention, ops._layers = self._attention.for_step(steps), {}
+        ops._attention, ops._layers, ops._normed = self._attention.for_step(steps), {}, []
         return ops
 
     def layer(self, fn: Callable) -> Callable:
@@ -83,7 +85,7 @@ class JaxOps:
 
                 def program(w: Any, cache: Any, x_TE: jax.Array, step: Any, plan: Any) -> Any:
                     held = copy.copy(ops)
-                    held._attention = ops._attention.holding(plan)
+                    held._attention, held._normed = ops._attention.holding(plan), []
                     return fn(w, cache, x_TE, step, spec, held, layout)
 
                 self._layers[spec, layout] = jax.jit(program)
@@ -257,16 +259,38 @@ class JaxOps:
 
         Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
         """
+        if self._fuses() and fused.serves(q_TKGD, new, pools, order, rope):
+            return self._rope_write(q_TKGD, new, rope, pools, order, step)
         if rope is not None:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
 
+    def _rope_write(
+        self, q: jax.Array, new: dict[str, jax.Array], rope: Any, pools: dict[str, jax.Array], order: str, step: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """rope_write as one kernel, which norms as well if what it is given is what qk_norm just made."""
+        k, scales, eps = new["k"], None, None
+        for q_normed, k_normed, norm in self._normed:
+            if q is q_normed and k is k_normed:
+                # nobody else wants what was normed: XLA drops it
+                q, k, scales, eps = norm.q_TKGD, norm.k_TKD, (norm.q_scale, norm.k_scale), norm.eps
+        qkv_TKXD, interpret = fused.joined(q, k, new["v"]), jax.default_backend() == "cpu"
+        return fused.rope_write(qkv_TKXD, rope.cos_TD, rope.sin_TD, pools, step.blocks_T, step.offsets_T, scales,
+                                order=order, eps=eps, interpret=interpret)  # fmt: skip
+
+    def _fuses(self) -> bool:
+        """Whether small kernels of ours take the place of XLA's: on a GPU, or where attention's are interpreted too."""
+        on_cpu, names = jax.default_backend() == "cpu", ("triton_lowered", "mosaic_gpu")
+        return self.mode != "auto" and (self._attention.name in names if on_cpu else jax.default_backend() == "gpu")
+
     def qk_norm(
         self, q: jax.Array, k: jax.Array, q_scale: jax.Array, k_scale: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """rms_norm of each head of q and of k."""
-        return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+        normed = self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
+        self._normed[:] = [(*normed, fused.Norm(q, k, q_scale, k_scale, eps))]
+        return normed
 
     def dot(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """The einsum of two arrays of activations, in float32."""
