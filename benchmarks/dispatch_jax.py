@@ -1,9 +1,9 @@
 """What a decode step costs the host on JAX, and what XLA's options make of it: one line a variant, as they come.
 
-    python benchmarks/dispatch_jax.py --model qwen3-0.6b --seqs 2 64 [--variants two/default one/cublas ...]
+    python benchmarks/dispatch_jax.py --model qwen3-0.6b [--cases "two/default 64" "one/cublas 2" "prefill/cublas 4096"]
 
-A variant is how the step is cut / how it is compiled. "two": forward and head as the engine calls them; "one": both in
-one program. `host` is the time in the calls, `wall` a step's, tokens read one step behind; `places` how many addresses
+A case is how the step is cut, how it is compiled, and for how many sequences. "two": forward and head as the engine
+calls them; "one": both in one program; "prefill": a full budget of sequences of that length. `host` is the time in the calls, `wall` a step's, tokens read one step behind; `places` how many addresses
 the outputs had: each new one makes XLA rewrite nodes of its CUDA graph.
 """
 
@@ -167,11 +167,10 @@ class Bench:
         return {"wall": round(best * 1e6), "tok_s": round(self.runner.shapes.tokens[-1] / best)}
 
 
-def measure(bench: Bench, seqs: list[int], variants: list[str], steps: int, profiled: list[str]) -> dict[str, Any]:
-    """Every variant at every number of sequences. What is not tuned is compiled at once, the rest one by one."""
+def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> dict[str, Any]:
+    """Every case. What is not tuned is compiled at once, the rest one by one."""
     found, waiting = {}, {}
     pool = ThreadPoolExecutor(12)
-    names = [f"{v} {n}" for v in variants for n in seqs]
 
     def options(name: str) -> dict[str, Any]:
         return OPTIONS[name.split()[0].split("/")[1].removesuffix("+holes")]
@@ -195,9 +194,9 @@ def measure(bench: Bench, seqs: list[int], variants: list[str], steps: int, prof
             compiled = [x.result() if hasattr(x, "result") else x.compile() for x in waiting[name]]
             seconds = round(time.perf_counter() - began, 2)
             found[name] = bench.run(name.split("/")[0], compiled, int(name.split()[1]), steps) | {"compile_s": seconds}
-            if name.split()[0] in profiled:
+            if name in profiled:
                 run: Callable[[], Any] = partial(bench.run, name.split("/")[0], compiled, int(name.split()[1]), 8)
-                found[name]["profile"] = profile_jax(run, 16)
+                found[name]["profile"] = profile_jax(run, 6 if name.startswith("prefill") else 16)
         except Exception as error:  # noqa: BLE001  (an option that this XLA does not know must not end the rest)
             found[name] = {"error": str(error)[:300]}
             bench.runner.reset()
@@ -209,8 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seqs", type=int, nargs="+", default=[2, 64])
-    parser.add_argument("--variants", nargs="+", default=["two/default", "two/cublas", "one/cublas"])
+    parser.add_argument("--cases", nargs="+", default=["two/default 64", "two/cublas 64", "one/cublas 64"])
     parser.add_argument("--profile", nargs="*", default=[])
     parser.add_argument("--no-holes", action="store_true", help="the engine without small_places, until +holes")
     parser.add_argument("--steps", type=int, default=60)
@@ -221,7 +219,7 @@ def main() -> None:
         backend_jax.small_places = list
     llm = start("jax", args.model, warmup="lazy", device=args.device, kv_cache_memory_bytes=2**33)
     print(f"engine after {time.perf_counter() - began:.1f} s", flush=True)
-    found = measure(Bench(llm), args.seqs, args.variants, args.steps, args.profile)
+    found = measure(Bench(llm), args.cases, args.steps, args.profile)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))
 

@@ -52,6 +52,18 @@ GPU_MEMORY = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
 }
 
+# what programs are compiled with on a GPU, unless XLA_FLAGS names it: products by cuBLAS, which chooses from tables.
+# XLA would measure its own kernels while it compiles, which takes most of a start and chooses by chance (docs/LOG.md)
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+
+
+def compiler_options() -> dict[str, Any]:
+    """XLA's options for this platform."""
+    if jax.default_backend() != "gpu":
+        return {}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in GPU_OPTIONS.items() if name not in flags}
+
 
 def find_platform(device: str) -> str:
     """Where JAX runs, "cpu" or "cuda"; "auto" takes a GPU if it has one. "cpu" is a choice only before it starts."""
@@ -187,7 +199,9 @@ class JaxBackend:
         at = args.index(consumes)
         if self.eager:
             return functools.partial(_run_eagerly, fn, at, self.pure)
-        options: dict[str, Any] = {} if self.pure else {"donate_argnums": at}
+        options: dict[str, Any] = {"compiler_options": compiler_options() or None}
+        if not self.pure:
+            options["donate_argnums"] = at
         if self.mesh is None:
             program = jax.jit(fn, **options)
             # on a CPU there is no command buffer to keep
