@@ -191,7 +191,8 @@ class TorchBackend:
         self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
     ) -> Callable[..., Any]:
         """fn as graphs, or run eagerly. Inputs land in static buffers, the consumed argument is voided (or copied)."""
-        at, weights = args.index(consumes), args.index("weights") if "weights" in args else -1
+        at = args.index(consumes)
+        weights = next((i for i, name in enumerate(args) if name.endswith("weights")), -1)
         if self.capture is not None:
             program = Program(
                 partial(fn, ops=self.ops),

@@ -76,8 +76,8 @@ class Shapes:
         sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
         if any_width:
             tokens = steps(budget, 32)
-            # one row is no product to XLA: it multiplies and sums, and writes what it multiplied
-            seqs, sampled = powers(2, max_num_seqs, 2), powers(4, max_num_seqs, 4)
+            # XLA makes no product of one row, and pads up to eight for cuBLAS, weights and all: a dozen kernels a layer
+            seqs, sampled = powers(2, max_num_seqs, 8), (8,) * (max_num_seqs > 8) + powers(4, max_num_seqs, 16)
         if exact:
             seqs = sampled = tuple(range(1, max_num_seqs + 1))
             tokens = (*range(8, budget, 8), budget)

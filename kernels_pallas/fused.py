@@ -15,8 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from .triton_lowered import CACHES, ORDERS, power_of_two
+from .triton_tiles import power_of_two
 
+ORDERS = ("n p k d", "n k p d")
+CACHES = ("float32", "bfloat16", "float16")
 ROWS = 16  # of a program, at most, if a group has no more
 FEW = 256  # tokens: up to so many, a program takes one, to keep the device busy
 

@@ -8,7 +8,7 @@ Letters as in triton_tiles.py.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from . import shared_prefix
-from .ragged import HIDDEN, Plan, Prefixes, Rows, Tiles, split_count
+from .ragged import FILL, HIDDEN, Plan, Prefixes, Rows, Tiles, split_count
 from .triton_tiles import (
     FAR,
     Keys,
@@ -31,6 +31,7 @@ from .triton_tiles import (
     start,
 )
 
+FEW = 8  # rows of a step up to which it counts how many there really are
 CACHES = ("float32", "bfloat16", "float16")
 
 
@@ -74,28 +75,35 @@ def prepare(plan: Plan, spec: Any, itemsize: int) -> None:
 
 
 def decode_kernel(
-    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool
+    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool, few: bool
 ) -> None:
     """One row, one kv head, one part of the keys: an output, or a partial one with its maximum and sum to be joined.
 
-    `shared`: what a row shares with others comes from shared_prefix.py, and is left out here.
+    `shared`: what a row shares with others comes from shared_prefix.py, and is left out here. `few`: which row and part
+    a program has is in a Work.
     """
     q_ref, k_ref, v_ref, table_ref, seq_ref, token_ref, length_ref = refs[:7]
-    prefix_ref = refs[7] if shared else None
-    sinks_ref, outs = (refs[7 + shared], refs[8 + shared :]) if sinks else (None, refs[7 + shared :])
+    refs = refs[7:]
+    prefix_ref, refs = (refs[0], refs[1:]) if shared else (None, refs)
+    work, refs = (refs[:3], refs[3:]) if few else (None, refs)
+    sinks_ref, outs = (refs[0], refs[1:]) if sinks else (None, refs)
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    if work is not None:
+        row, part = work[0][row], work[1][row]
     token, length, n = token_ref[row], length_ref[row], sizes.keys
     group_M, d_D = jnp.arange(sizes.rows), jnp.arange(power_of_two(spec.k_dim))
-    real_M = group_M < spec.group_size
-    q_MD = load(q_ref.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
     keys = Keys(k_ref, v_ref, table_ref, order, seq_ref[row], head)
     oldest = jnp.maximum(length - (spec.window or FAR), 0)
     # parts begin at whole tiles, so that only the first and the last tile of a row need masks
     base = oldest // n * n
     if prefix_ref is not None:
         base = oldest = prefix_ref[row]
-    share = pl.cdiv(pl.cdiv(length - base, parts), n) * n
+    share = pl.cdiv(pl.cdiv(length - base, parts), n) * n if work is None else work[2][row]
     low = base + part * share
+    real_M = group_M < spec.group_size
+    if work is not None:
+        real_M = real_M & (low < length)
+    q_MD = load(q_ref.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
     high = jnp.minimum(low + share, length)
 
     def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
@@ -128,17 +136,46 @@ def decode_kernel(
     plt.store(outs[2].at[row, head, part, group_M], sum_M, mask=real_M)
 
 
-def merge_kernel(part_ref: Any, top_ref: Any, sum_ref: Any, out_ref: Any, *, v_dim: int) -> None:
-    """The parts of one row, kv head and query head made one, by their maxima and sums."""
+def merge_kernel(part_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any, v_dim: int) -> None:
+    """The parts of one row, kv head and query head made one, by their maxima and sums. `refs`: how many, and out."""
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     part_C, dv_D = jnp.arange(top_ref.shape[2]), jnp.arange(power_of_two(v_dim))
-    top_C = plt.load(top_ref.at[row, head, part_C, group])
+    used_C = part_C < refs[0][row] if len(refs) > 1 else None
+    top_C, sum_C = (
+        plt.load(ref.at[row, head, part_C, group], mask=used_C, other=None if used_C is None else other)
+        for ref, other in ((top_ref, HIDDEN), (sum_ref, 0.0))
+    )
     weight_C = jnp.exp2(top_C - jnp.max(top_C, axis=0))
-    total = jnp.sum(plt.load(sum_ref.at[row, head, part_C, group]) * weight_C, axis=0)
+    total = jnp.sum(sum_C * weight_C, axis=0)
     at = part_ref.at[row, head, part_C[:, None], group, dv_D[None, :]]
-    out_CD = load(at, None, dv_D, v_dim, part_C.shape[0])
+    out_CD = load(at, used_C, dv_D, v_dim, part_C.shape[0])
     out_D = jnp.sum(out_CD * weight_C[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
-    plt.store(out_ref.at[row, head, group, dv_D], out_D.astype(out_ref.dtype), mask=dv_D < v_dim)
+    plt.store(refs[-1].at[row, head, group, dv_D], out_D.astype(refs[-1].dtype), mask=dv_D < v_dim)
+
+
+class Work(NamedTuple):
+    """What the programs of a step of few rows do: as many parts as keep the device busy with the rows that are there."""
+
+    row_W: jax.Array
+    part_W: jax.Array  # one past the last that there can be, where a program has nothing to do
+    share_I: jax.Array  # keys of a part of that row: whole tiles
+    used_I: jax.Array  # parts of that row, none of them empty
+
+
+def work_of(length_I: jax.Array, window: int | None, num_heads: int, n: int, most: int) -> Work:
+    """The work of rows with so many keys, in at most `most` parts each."""
+    oldest_I = jnp.maximum(length_I - (window or FAR), 0)
+    keys_I = length_I - oldest_I // n * n
+    rows = jnp.maximum((length_I > 0).sum(dtype=jnp.int32), 1)
+    parts = jnp.clip(FILL // (rows * num_heads), 1, most)
+    share_I = jnp.maximum(pl.cdiv(pl.cdiv(keys_I, parts), n), 1) * n
+    used_I = pl.cdiv(keys_I, share_I)
+    row_I = jnp.arange(length_I.shape[0], dtype=jnp.int32)
+    end_I = jnp.where(row_I[None] <= row_I[:, None], used_I[None], 0).sum(-1, dtype=jnp.int32)
+    work_W = jnp.arange(max(FILL // num_heads, len(row_I)), dtype=jnp.int32)
+    row_W = jnp.minimum((work_W[:, None] >= end_I[None]).sum(-1, dtype=jnp.int32), len(row_I) - 1)
+    part_W = jnp.where(work_W < end_I[-1], work_W - (end_I - used_I)[row_W], most)
+    return Work(row_W, *(x.astype(jnp.int32) for x in (part_W, share_I, used_I)))
 
 
 # programs of their own, so that a step's layers are traced and lowered once
@@ -161,7 +198,12 @@ def decode(
     """Outputs of the rows, [I, K, G, Dv]; zeros where a row is none. `prefixes` are read once for all their members."""
     num_rows, (num_heads, groups) = rows.seq_I.shape[0], q_TKGD.shape[1:3]
     sizes = sizes or decode_sizes(spec, k.dtype.itemsize)
-    parts = parts or split_count(num_rows, num_heads)
+    # a step of few rows may have one alone, whose keys are to keep the whole device busy
+    few, work = parts is None and prefixes is None and num_rows <= FEW, None
+    parts = parts or split_count(1 if few else num_rows, num_heads)
+    few = few and parts > 1
+    if few:
+        work = work_of(rows.length_I, spec.window, num_heads, sizes.keys, parts)
     shape = (num_rows, num_heads, groups, spec.v_dim)
     out: Any = jax.ShapeDtypeStruct(shape, q_TKGD.dtype)
     joined = parts > 1 or prefixes is not None
@@ -177,12 +219,14 @@ def decode(
         sinks=sinks_KG is not None,
         shared=prefixes is not None,
         joined=joined,
+        few=few,
     )
     arguments = [q_TKGD, k, v, table_SB, *rows] + ([] if prefixes is None else [prefixes.length_I])
+    arguments += [] if work is None else work[:3]
     arguments += [] if sinks_KG is None else [sinks_KG]
     out = pl.pallas_call(
         kernel,
-        grid=(num_rows, num_heads, parts),
+        grid=(num_rows, num_heads, parts) if work is None else (work.row_W.shape[0], num_heads, 1),
         out_shape=out,
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
@@ -202,7 +246,7 @@ def decode(
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="paged_decode_merge",
-    )(*out)
+    )(*out, *([] if work is None else [work.used_I]))
 
 
 def prefill_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, queries: int, sinks: bool) -> None:

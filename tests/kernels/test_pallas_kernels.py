@@ -195,6 +195,23 @@ def shared_decode(q: Any, k: Any, v: Any, table: Any, work: Any, sinks: Any, **m
     return triton_lowered.decode(q, k, v, table, rows, sinks, prefixes, **more)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("lengths", [[1], [4000, 0, 0, 7], [300] * 8, [0, 0]], ids=str)
+def test_work_covers_the_keys_of_each_row_once(lengths, window):
+    """By brute force. As many parts as fill the device with the rows that are there."""
+    heads, tile, most = 8, 64, 64
+    work = triton_lowered.Work(*map(np.asarray, triton_lowered.work_of(jnp.asarray(lengths), window, heads, tile, most)))
+    seen = [np.zeros(n, int) for n in lengths]
+    for row, part in zip(work.row_W, work.part_W, strict=True):
+        low = max(lengths[row] - (window or 9999), 0) // tile * tile + part * work.share_I[row]
+        assert (low >= lengths[row]) == (part == most)
+        seen[row][low : low + work.share_I[row]] += 1
+    for length, count, used in zip(lengths, seen, work.used_I, strict=True):
+        assert (count[-min(length, window or length) :] == 1).all()
+        assert used <= 512 / heads / max(np.count_nonzero(lengths), 1)
+    assert (work.share_I % tile == 0).all()
+
+
 def lower(dim: int, group_size: int, order: str, dtype: str, extra: dict[str, Any], kernel: str) -> str:
     """The program of one kernel, lowered for CUDA."""
     spec = AttentionSpec(8, group_size, dim, dim, dim**-0.5, extra.get("window"), extra.get("softcap"))
