@@ -3,8 +3,9 @@
     python benchmarks/dispatch_jax.py --model qwen3-0.6b [--cases "two/default 64" "one/cublas 2" "prefill/cublas 4096"]
 
 A case is how the step is cut, how it is compiled, and for how many sequences. "two": forward and head as the engine
-calls them; "one": both in one program; "prefill": a full budget of sequences of that length. `host` is the time in the calls, `wall` a step's, tokens read one step behind; `places` how many addresses
-the outputs had: each new one makes XLA rewrite nodes of its CUDA graph.
+calls them; "one": both in one program; "prefill": a full budget of sequences of that length. `host` is the time in the
+calls, `wall` a step's, tokens read one step behind; `places` how many addresses the outputs had: each new one makes XLA
+rewrite nodes of its CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ import numpy as np
 from h200 import start
 from profile_step import profile_jax
 from workloads import CONFIGS
-
-from octavo.engine import backend_jax
-from octavo.engine.resident_jax import small_places
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 PDL = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
@@ -46,7 +44,6 @@ class Bench:
 
     def __init__(self, llm: Any):
         self.runner, self.ops, self.layout = llm.runner, llm.backend.ops, llm.config.layout
-        self.apart = llm.backend._apart
 
     def state(self) -> Any:
         """The cache with all rows at the same context."""
@@ -82,7 +79,8 @@ class Bench:
         from octavo.models import step
 
         r = self.runner
-        forward = partial(step.forward, ops=self.ops, model=r.model, layout=self.layout, max_num_seqs=r.scratch)
+        given = {"ops": self.ops, "model": r.model, "layout": self.layout, "max_num_seqs": r.scratch}
+        forward = partial(step.forward, **given)
         head = partial(step.head, ops=self.ops, model=r.model)
 
         def both(weights: Any, cache: Any, inputs: Any, sampling: Any) -> Any:
@@ -90,9 +88,9 @@ class Bench:
             output, rows = head(weights, cache.rows, hidden, sampling)
             return output, step.with_rows(cache, rows)
 
-        if cut == "prefill":
-            forward = partial(step.forward_all, ops=self.ops, model=r.model, layout=self.layout, max_num_seqs=r.scratch)
         jit = partial(jax.jit, donate_argnums=1, compiler_options=options or None)
+        if cut == "prefill":
+            return [jit(partial(step.forward_all, **given))]
         return [jit(both)] if cut == "one" else [jit(forward), jit(head)]
 
     def lowered(self, cut: str, options: dict[str, Any], seqs: int) -> list[Any]:
@@ -173,7 +171,7 @@ def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> 
     pool = ThreadPoolExecutor(12)
 
     def options(name: str) -> dict[str, Any]:
-        return OPTIONS[name.split()[0].split("/")[1].removesuffix("+holes")]
+        return OPTIONS[name.split()[0].split("/")[1]]
 
     for name in names:
         cut = name.split("/")[0]
@@ -188,8 +186,6 @@ def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> 
                 job.exception()
     for name in names:
         began = time.perf_counter()
-        if "+holes" in name and not bench.apart:
-            bench.apart = small_places()
         try:
             compiled = [x.result() if hasattr(x, "result") else x.compile() for x in waiting[name]]
             seconds = round(time.perf_counter() - began, 2)
@@ -197,7 +193,7 @@ def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> 
             if name in profiled:
                 run: Callable[[], Any] = partial(bench.run, name.split("/")[0], compiled, int(name.split()[1]), 8)
                 found[name]["profile"] = profile_jax(run, 6 if name.startswith("prefill") else 16)
-        except Exception as error:  # noqa: BLE001  (an option that this XLA does not know must not end the rest)
+        except Exception as error:
             found[name] = {"error": str(error)[:300]}
             bench.runner.reset()
         print(name, json.dumps(found[name]), flush=True)
@@ -210,13 +206,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", nargs="+", default=["two/default 64", "two/cublas 64", "one/cublas 64"])
     parser.add_argument("--profile", nargs="*", default=[])
-    parser.add_argument("--no-holes", action="store_true", help="the engine without small_places, until +holes")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
-    if args.no_holes:
-        backend_jax.small_places = list
     llm = start("jax", args.model, warmup="lazy", device=args.device, kv_cache_memory_bytes=2**33)
     print(f"engine after {time.perf_counter() - began:.1f} s", flush=True)
     found = measure(Bench(llm), args.cases, args.steps, args.profile)

@@ -29,7 +29,7 @@ from ..models.interface import (
     map_tree,
 )
 from ..sharding.rules import ShardingRules
-from .resident_jax import Resident, resident, small_places
+from .resident_jax import Resident, resident
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
@@ -147,7 +147,6 @@ class JaxBackend:
         self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn)
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
-        self._apart = small_places() if mesh is None and jax.default_backend() == "gpu" else []
         if cache_dir is not None:
             use_compile_cache(cache_dir)
 

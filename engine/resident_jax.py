@@ -69,15 +69,3 @@ def resident(program: Any, args: tuple[str, ...], names: tuple[str, ...]) -> Cal
     """The program with the arguments of these names kept, if it has any."""
     at = tuple(i for i, name in enumerate(args) if name in names)
     return Resident(program, at) if at else program
-
-
-def small_places() -> list[jax.Array]:
-    """Arrays with free places of small sizes between them, for as long as the caller keeps them.
-
-    A step's tokens live until the host has read them. Were they cut from the room that the next step's temporaries
-    take, these would lie elsewhere every step, and XLA would write all nodes of its command buffer anew.
-    """
-    sizes = [*[256] * 32, *[1024] * 16, *[4096] * 16, *[1 << 16] * 8, *[1 << 19] * 4]
-    arrays = [jax.device_put(np.zeros(n, np.uint8)) for size in sizes for n in (size, 256)]
-    jax.block_until_ready(arrays)
-    return arrays[1::2]

@@ -43,7 +43,6 @@ def serves(q_TKGD: jax.Array, new: dict[str, jax.Array], pools: dict[str, jax.Ar
 def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None) -> None:
     """Some tokens and one kv head."""
     qkv_ref, cos_ref, sin_ref, block_ref, offset_ref = refs[:5]
-    q_scale_ref, k_scale_ref = refs[5:7] if eps is not None else (None, None)
     q_out_ref, k_pool_ref, v_pool_ref = refs[-3:]
     num_tokens, dim, head = qkv_ref.shape[0], qkv_ref.shape[-1], pl.program_id(1)
     half, size = dim // 2, power_of_two(dim // 2)
@@ -72,8 +71,7 @@ def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None) 
         scales = []
         for shift in (0, half):
             q_H, k_H = (
-                plt.load(ref.at[d_H + shift], mask=d_H < half, other=0.0).astype(jnp.float32)
-                for ref in (q_scale_ref, k_scale_ref)
+                plt.load(ref.at[d_H + shift], mask=d_H < half, other=0.0).astype(jnp.float32) for ref in refs[5:7]
             )
             scales.append(jnp.where((x_M == groups)[:, None], k_H[None, :], q_H[None, :]))
         # rounded as a norm of its own would

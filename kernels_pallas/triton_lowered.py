@@ -136,11 +136,12 @@ def decode_kernel(
     plt.store(outs[2].at[row, head, part, group_M], sum_M, mask=real_M)
 
 
-def merge_kernel(part_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any, v_dim: int) -> None:
-    """The parts of one row, kv head and query head made one, by their maxima and sums. `refs`: how many, and out."""
+def merge_kernel(*refs: Any, v_dim: int) -> None:
+    """The parts of one row, kv head and query head made one, by their maxima and sums."""
+    part_ref, top_ref, sum_ref, *used_refs, out_ref = refs
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     part_C, dv_D = jnp.arange(top_ref.shape[2]), jnp.arange(power_of_two(v_dim))
-    used_C = part_C < refs[0][row] if len(refs) > 1 else None
+    used_C = part_C < used_refs[0][row] if used_refs else None
     top_C, sum_C = (
         plt.load(ref.at[row, head, part_C, group], mask=used_C, other=None if used_C is None else other)
         for ref, other in ((top_ref, HIDDEN), (sum_ref, 0.0))
@@ -150,11 +151,11 @@ def merge_kernel(part_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any, v_dim: i
     at = part_ref.at[row, head, part_C[:, None], group, dv_D[None, :]]
     out_CD = load(at, used_C, dv_D, v_dim, part_C.shape[0])
     out_D = jnp.sum(out_CD * weight_C[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
-    plt.store(refs[-1].at[row, head, group, dv_D], out_D.astype(refs[-1].dtype), mask=dv_D < v_dim)
+    plt.store(out_ref.at[row, head, group, dv_D], out_D.astype(out_ref.dtype), mask=dv_D < v_dim)
 
 
 class Work(NamedTuple):
-    """What the programs of a step of few rows do: as many parts as keep the device busy with the rows that are there."""
+    """What the programs of a step of few rows do: as many parts as the rows that are there need to fill the device."""
 
     row_W: jax.Array
     part_W: jax.Array  # one past the last that there can be, where a program has nothing to do

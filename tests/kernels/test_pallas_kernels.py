@@ -200,7 +200,9 @@ def shared_decode(q: Any, k: Any, v: Any, table: Any, work: Any, sinks: Any, **m
 def test_work_covers_the_keys_of_each_row_once(lengths, window):
     """By brute force. As many parts as fill the device with the rows that are there."""
     heads, tile, most = 8, 64, 64
-    work = triton_lowered.Work(*map(np.asarray, triton_lowered.work_of(jnp.asarray(lengths), window, heads, tile, most)))
+    work = triton_lowered.Work(
+        *map(np.asarray, triton_lowered.work_of(jnp.asarray(lengths), window, heads, tile, most))
+    )
     seen = [np.zeros(n, int) for n in lengths]
     for row, part in zip(work.row_W, work.part_W, strict=True):
         low = max(lengths[row] - (window or 9999), 0) // tile * tile + part * work.share_I[row]
