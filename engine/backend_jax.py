@@ -167,6 +167,9 @@ class JaxBackend:
         """x on the device, in the spec's dtype. Never shares memory with x."""
         # device_put keeps aligned numpy memory on a CPU (may_alias=False or not): hand it a copy that nobody else has
         own = np.array(x, jnp.dtype(spec.dtype or self.dtype))
+        if jax.process_count() > 1:
+            # device_put would first ask whether all processes have the same
+            return jax.make_array_from_callback(own.shape, self.sharding(spec), lambda part: own[part])
         return jax.device_put(own, self.sharding(spec))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:

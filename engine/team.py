@@ -151,6 +151,7 @@ class Mail:
 
     peers: tuple[Peer, ...]
     abort: Callable[[], None] | None = None  # ends collectives of this process that wait for somebody who is gone
+    farewell: Callable[[], None] | None = None  # what all ranks must do together before they end
     lost: str | None = None
     cause: BaseException | None = None
     kind: type[RankLostError] = RankLostError
@@ -313,6 +314,8 @@ def dismiss(peers: Sequence[Peer], mail: Mail) -> None:
             peer.commands.close()
         except OSError:
             continue
+    if is_whole and mail.farewell is not None:
+        mail.farewell()
     for peer in peers:
         if peer.child is not None:
             peer.child.wait(FAREWELL)

@@ -71,7 +71,7 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
     """A world whose other processes are children of this one."""
     level = logging.getLogger("octavo").getEffectiveLevel()
     if config.backend == "jax":
-        from .world_jax import free_address, start
+        from .world_jax import free_address, leave, start
 
         store, meeting = None, free_address()
     else:
@@ -87,6 +87,7 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
     team = Team(peers)
     if config.backend == "jax":
         start(meeting, 0, size, config.device)
+        team.mail.farewell = leave
     return World(0, size, 0, store, team=team)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 SIZE = 256  # bytes of what rank 0 tells the others
 PATIENCE = 120  # seconds, for a process that is starting
+HEARTBEAT = 30  # seconds without one, after which JAX ends all processes that are left
 
 
 def free_address() -> str:
@@ -27,9 +28,14 @@ def start(meeting: str, rank: int, size: int, device: str) -> None:
         # of use on a CPU only
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(meeting, size, rank, local_device_ids=None if device == "cpu" else [rank],
-                                   initialization_timeout=PATIENCE)  # fmt: skip
+                                   initialization_timeout=PATIENCE, heartbeat_timeout_seconds=HEARTBEAT)  # fmt: skip
     except RuntimeError as error:
         raise ValueError(f"distributed_executor_backend='mp' on jax: {error}") from error
+
+
+def leave() -> None:
+    """Goes, with all the others: JAX waits for them."""
+    jax.distributed.shutdown()
 
 
 def world() -> tuple[int, int, int] | None:

@@ -17,7 +17,8 @@ from .rules import ShardingRules
 
 def ensure_devices(count: int) -> None:
     """Sees to `count` devices: on a CPU virtual ones, if JAX has not started. Raises ValueError if there are fewer."""
-    if jax.config.jax_num_cpu_devices < count:  # pyright: ignore[reportAttributeAccessIssue]
+    alone = not jax.distributed.is_initialized()
+    if alone and jax.config.jax_num_cpu_devices < count:  # pyright: ignore[reportAttributeAccessIssue]
         # refused once JAX has started: what it has must do then
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
