@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from typing import Any
 
 import torch
@@ -20,13 +21,24 @@ TOKENS = (1, 8, 64, 256, 1024, 8192)
 COPIES = 6  # of the weights: what a processor's cache holds must not be read again
 BANDWIDTH, OPERATIONS = 4.3e12, 790e12
 Sizes = kernels.Sizes
+# tokens to try with: rows of a block, and (columns, depth, warps, stages) of the first and of the second product
 SWEEP = {
-    16: (
-        [(32, 64, 4, 5), (32, 128, 4, 3), (32, 128, 4, 5), (64, 64, 4, 4), (64, 128, 8, 3), (16, 256, 4, 3)],
-        [(32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (32, 256, 4, 3)],
+    (1,): (
+        16,
+        [(16, 128, 4, 4), (16, 256, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (32, 256, 8, 3), (16, 128, 2, 5)],
+        [(32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (16, 256, 4, 3), (32, 256, 8, 3), (32, 128, 2, 5)],
     ),
-    64: ([(64, 64, 4, 4), (128, 64, 8, 3)], [(128, 64, 4, 4), (256, 64, 8, 3)]),
-    128: ([(128, 64, 8, 3), (64, 64, 8, 4), (128, 64, 8, 4)], [(128, 64, 8, 4), (256, 64, 8, 3), (128, 64, 4, 4)]),
+    (64, 256): (
+        16,
+        [(32, 64, 4, 5), (32, 128, 4, 3), (32, 128, 4, 5), (64, 64, 4, 4), (64, 128, 8, 3), (32, 128, 4, 4)],
+        [(32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (64, 128, 4, 5)],
+    ),
+    (1024,): (64, [(64, 64, 4, 4), (128, 64, 8, 3)], [(128, 64, 4, 4), (256, 64, 8, 3)]),
+    (8192,): (
+        128,
+        [(128, 64, 8, 3), (64, 64, 8, 4), (128, 64, 8, 4)],
+        [(128, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 3)],
+    ),
 }
 
 
@@ -101,18 +113,28 @@ def check(dtype: torch.dtype) -> dict[int, float]:
     return found
 
 
-def sweep(layers: list[tuple[Any, Any]], num_tokens: int, rows: int) -> dict[str, float]:
-    """Microseconds by how one of the two products is cut, the other as it is."""
-    first, second = kernels.product_sizes(num_tokens * C, X, 2)
-    first, second = first._replace(rows=rows), second._replace(rows=rows)
-    tries = [(Sizes(rows, *cut), second) for cut in SWEEP[rows][0]] + [
-        (first, Sizes(rows, *cut)) for cut in SWEEP[rows][1]
-    ]
-    found = {}
-    for up, down in tries:
-        name = f"up {up[1:]}" if down == second else f"down {down[1:]}"
-        found[name] = measure(num_tokens, layers, (up, down))["us"]
-    return found
+def compile_one(cut: tuple[Any, Any]) -> None:
+    """Leaves the kernels of a cut in Triton's cache."""
+    x, weights, ids = make(1, torch.bfloat16)
+    up, down = (torch.empty(s, device="cuda", dtype=x.dtype) for s in ((X, E, 2, F), (X, F, E)))
+    kernels.experts(x, weights, ids, up, down, x, x.dtype, cut)
+
+
+def sweep(layers: list[tuple[Any, Any]]) -> None:
+    """Prints microseconds by how one of the two products is cut while the other is as it is, and the best of each."""
+    tries = {}
+    for tokens, (rows, ups, downs) in SWEEP.items():
+        up, down = Sizes(rows, *ups[0]), Sizes(rows, *downs[0])
+        tries[tokens] = [(Sizes(rows, *cut), down) for cut in ups], [(up, Sizes(rows, *cut)) for cut in downs]
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        pool.map(compile_one, [cut for both in tries.values() for cuts in both for cut in cuts], chunksize=1)
+    for tokens, both in tries.items():
+        best = []
+        for i, cuts in enumerate(both):
+            times = {cut: sum(measure(n, layers, cut)["us"] for n in tokens) for cut in cuts}
+            print("sweep", tokens, ("up", "down")[i], {tuple(c[i]): round(t, 1) for c, t in times.items()}, flush=True)
+            best.append(tuple(min(times, key=lambda cut: times[cut])[i]))
+        print("best", tokens[0], json.dumps(best), flush=True)
 
 
 def main() -> None:
@@ -125,8 +147,7 @@ def main() -> None:
     for num_tokens in TOKENS:
         print(num_tokens, json.dumps(measure(num_tokens, layers)), flush=True)
     if args.sweep:
-        for num_tokens, rows in ((1, 16), (64, 16), (256, 16), (1024, 64), (8192, 128)):
-            print("sweep", num_tokens, rows, json.dumps(sweep(layers, num_tokens, rows)), flush=True)
+        sweep(layers)
 
 
 if __name__ == "__main__":

@@ -238,6 +238,9 @@ def product_sizes(num_pairs: int, num_experts: int, itemsize: int) -> tuple[Size
     a_share = num_pairs / num_experts
     if itemsize == 4:
         return Sizes(16, 32, 32, 4, 2), Sizes(16, 32, 32, 4, 2)
+    if num_pairs <= 64:
+        # too few blocks to fill the device: more programs for each
+        return Sizes(16, 16, 256, 4, 3), Sizes(16, 32, 256, 4, 3)
     if a_share <= 24:
         return Sizes(16, 32, 128, 4, 4), Sizes(16, 64, 128, 4, 4)
     if a_share <= 96:
