@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 MOST_PAIRS = 2048  # that are sorted by comparing all with all
 RANKED = 32  # pairs of a program that sorts
 COMPARED = 256  # pairs that it compares them with at a time
-LISTED = 64  # blocks written down at a time
+LISTED = 128  # blocks that are none, written down at a time
 SUM_TILE = 1024
 
 
@@ -71,26 +71,28 @@ def route_kernel(
 
 
 @triton.jit
-def list_blocks(start, end, table, num_blocks, X: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, L: tl.constexpr):
-    """Writes the table of blocks, from where each expert's pairs start and end."""
+def list_blocks(count, table, num_blocks, X: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, L: tl.constexpr):
+    """Writes the table of blocks, from how many pairs each expert has. Every expert writes its own, all at once."""
     x = tl.arange(0, XP)
-    blocks = tl.where(x < X, (end - start + M - 1) // M, 0)
-    last = tl.cumsum(blocks, 0)
-    for at in range(0, num_blocks, L):
-        b = at + tl.arange(0, L)
-        mine = (b[:, None] < last[None, :]) & (b[:, None] >= (last - blocks)[None, :])
-        expert = tl.sum(tl.where(mine, x[None, :] + 1, 0), 1) - 1
-        first = tl.sum(tl.where(mine, start[None, :] + (b[:, None] - (last - blocks)[None, :]) * M, 0), 1)
-        until = tl.minimum(first + M, tl.sum(tl.where(mine, end[None, :], 0), 1))
-        tl.store(table + b * 3, expert, mask=b < num_blocks)
-        tl.store(table + b * 3 + 1, first, mask=b < num_blocks)
-        tl.store(table + b * 3 + 2, until, mask=b < num_blocks)
+    count = tl.where(x < X, count, 0)
+    end, blocks = tl.cumsum(count, 0), (count + M - 1) // M
+    first = end - count
+    at = tl.cumsum(blocks, 0) - blocks
+    for i in range(tl.max(blocks, 0)):
+        row, mine = table + (at + i) * 3, i < blocks
+        tl.store(row, x, mask=mine)
+        tl.store(row + 1, first + i * M, mask=mine)
+        tl.store(row + 2, tl.minimum(first + (i + 1) * M, end), mask=mine)
+    for b in range(tl.sum(blocks, 0), num_blocks, L):
+        rest = b + tl.arange(0, L)
+        tl.store(table + rest * 3, -1, mask=rest < num_blocks)
 
 
 @triton.jit
 def sort_kernel(
     ids, order, table, num_pairs, num_blocks,
     X: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, R: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    PP: tl.constexpr,
 ):  # fmt: skip
     """The place of R pairs among all by expert, then by number; the last program writes the table of blocks."""
     i = tl.program_id(0)
@@ -105,14 +107,10 @@ def sort_kernel(
             place += tl.sum(before.to(tl.int32), 1)
         tl.store(order + place, p, mask=p < num_pairs)
     else:
-        x = tl.arange(0, XP)
-        start, end = tl.zeros((XP,), tl.int32), tl.zeros((XP,), tl.int32)
-        for at in range(0, num_pairs, K):
-            q = at + tl.arange(0, K)
-            other = tl.load(ids + q, mask=q < num_pairs, other=X + XP)
-            start += tl.sum((other[:, None] < x[None, :]).to(tl.int32), 0)
-            end += tl.sum((other[:, None] <= x[None, :]).to(tl.int32), 0)
-        list_blocks(start, end, table, num_blocks, X, XP, M, L)
+        q = tl.arange(0, PP)
+        # those of no expert, and those that are none, have a place of their own
+        expert = tl.load(ids + q, mask=q < num_pairs, other=X)
+        list_blocks(tl.histogram(expert, XP), table, num_blocks, X, XP, M, L)
 
 
 @triton.jit
@@ -121,7 +119,7 @@ def table_kernel(starts, table, num_blocks, X: tl.constexpr, XP: tl.constexpr, M
     x = tl.arange(0, XP)
     start = tl.load(starts + x, mask=x < X, other=0)
     end = tl.load(starts + x + 1, mask=x < X, other=0)
-    list_blocks(start, end, table, num_blocks, X, XP, M, L)
+    list_blocks(end - start, table, num_blocks, X, XP, M, L)
 
 
 @triton.jit
@@ -221,11 +219,16 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, rows: int) -> Blocks:
     num_pairs, device = ids_TC.numel(), ids_TC.device
     num_blocks = num_pairs // rows + min(num_pairs, num_experts)
     table = torch.empty((num_blocks, 3), dtype=torch.int32, device=device)
-    sizes: dict[str, Any] = {"X": num_experts, "XP": triton.next_power_of_2(num_experts), "M": rows, "L": LISTED}
+    sizes: dict[str, Any] = {"X": num_experts, "XP": triton.next_power_of_2(num_experts + 1), "M": rows, "L": LISTED}
     if num_pairs <= MOST_PAIRS:
         order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
         programs = triton.cdiv(num_pairs, RANKED) + 1
-        sort_kernel[(programs,)](ids_TC, order_P, table, num_pairs, num_blocks, R=RANKED, K=COMPARED, **sizes)
+        # one for each thread at least: what several threads hold might be counted by each
+        padded = max(128, triton.next_power_of_2(num_pairs))
+        compared = min(COMPARED, max(16, triton.next_power_of_2(num_pairs)))
+        sort_kernel[(programs,)](
+            ids_TC, order_P, table, num_pairs, num_blocks, R=RANKED, K=compared, PP=padded, **sizes
+        )
         return Blocks(order_P, table, rows)
     sorted_P, order_P = torch.sort(ids_TC.reshape(-1), stable=True)
     experts = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
@@ -238,14 +241,15 @@ def product_sizes(num_pairs: int, num_experts: int, itemsize: int) -> tuple[Size
     a_share = num_pairs / num_experts
     if itemsize == 4:
         return Sizes(16, 32, 32, 4, 2), Sizes(16, 32, 32, 4, 2)
+    # measured on an H200 at Qwen3-30B-A3B's shape
     if num_pairs <= 64:
         # too few blocks to fill the device: more programs for each
-        return Sizes(16, 16, 256, 4, 3), Sizes(16, 32, 256, 4, 3)
-    if a_share <= 24:
         return Sizes(16, 32, 128, 4, 4), Sizes(16, 64, 128, 4, 4)
+    if a_share <= 24:
+        return Sizes(16, 64, 64, 4, 4), Sizes(16, 128, 64, 4, 4)
     if a_share <= 96:
         return Sizes(64, 64, 64, 4, 4), Sizes(64, 128, 64, 4, 4)
-    return Sizes(128, 128, 64, 8, 3), Sizes(128, 128, 64, 8, 4)
+    return Sizes(128, 128, 64, 8, 3), Sizes(128, 256, 64, 8, 3)
 
 
 def experts(

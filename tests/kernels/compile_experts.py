@@ -34,7 +34,7 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], warps: int = 4, s
 
 
 def main() -> None:
-    listed = {"XP": 128, "M": 16, "L": kernels.LISTED}
+    listed = {"XP": 256, "PP": 512, "M": 16, "L": kernels.LISTED}
     flags = {"CP": 8, "SIGMOID": False, "NORMALISE": True, "BIASED": False}
     compile("route", kernels.route_kernel, listed | flags, 1)
     compile("sort", kernels.sort_kernel, listed | {"R": kernels.RANKED, "K": kernels.COMPARED})
