@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import expert_kernels
+
 MOST_ROWS = 64  # of a block on a CPU
 
 
@@ -97,7 +99,11 @@ def by_ragged_dot(
     return combine(y_PE, order_P, weights_TC, ids_TC, num_experts)
 
 
-WAYS: dict[str, Callable[..., jax.Array]] = {"cpu": by_blocks, "tpu": by_ragged_dot}
+WAYS: dict[str, Callable[..., jax.Array]] = {
+    "cpu": by_blocks,
+    "gpu": expert_kernels.experts,
+    "tpu": by_ragged_dot,
+}
 
 
 def experts(*args: Any, mode: str) -> jax.Array:

@@ -48,8 +48,12 @@ def run(case: list[list[int]], cut: str, dtype: torch.dtype, add: bool, **sizes:
     return out.numpy(), want if more is None else want + more.numpy()
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("case", CASES)
+# interpreters take a while
+FAST = ("uneven", "some none", "none at all")
+
+
+@pytest.mark.parametrize("cut", ["small", pytest.param("large", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FAST)) for c in CASES])
 @pytest.mark.usefixtures("poisoned")
 def test_experts_equal_float64(case: str, cut: str) -> None:
     out, want = run(CASES[case], cut, torch.float32, add=cut == "large")
