@@ -57,15 +57,16 @@ def attend(
     *,
     sinks_KG: Array | None = None,
     count_T: Array | None = None,
+    first: int = 0,
     tiles: Tiles | None = None,
     more: tuple[Array, ...] = (),
 ) -> tuple[Array, Array | None]:
     """Attention of each query over its sequence's keys up to itself, within the spec's window: [T, K, G, Dv].
 
-    Keys without a position, and those behind the sequence's end, take no part, whatever they hold. With `count_T`
-    (float), also the weights that slots got from a sequence's queries, each times its count, summed over them and over
-    the heads of a group: [S, M, K]. Weights and output are float32. `more` are arrays with an entry a tile, which
-    `read` gets too; with them go the `tiles` that they were made for.
+    The `first` positions are seen beyond a window too. Keys without a position, and those behind the sequence's end,
+    take no part, whatever they hold. With `count_T` (float), also the weights that slots got from a sequence's queries,
+    each times its count, summed over them and over the heads of a group: [S, M, K]. Weights and output are float32.
+    `more` are arrays with an entry a tile, which `read` gets too; with them go the `tiles` that they were made for.
     """
     xp, tiles = ops.xp, tiles or query_tiles(ops, step)
 
@@ -76,7 +77,8 @@ def attend(
         own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]
         token_WQ = xp.clip(token_WQ, 0, q_TKGD.shape[0] - 1)
         behind_WQM = step.positions_T[token_WQ][..., None] - pos_WM[:, None]
-        visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or FAR)) & there_WM[:, None]
+        near_WQM = (behind_WQM < (spec.window or FAR)) | (pos_WM < first)[:, None]
+        visible_WQM = (behind_WQM >= 0) & near_WQM & there_WM[:, None]
         # weight zero times what an unwritten slot holds would still be a nan, if that is one
         k_WMKD, v_WMKD = (xp.where(there_WM[..., None, None], x, 0) for x in (k_WMKD, v_WMKD))
         scores_WKGQM = ops.dot("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ], k_WMKD) * spec.scale
