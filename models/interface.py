@@ -105,7 +105,7 @@ class Step:
     ropes: dict[str, Rope]
     extra: dict[str, Array]
     shared: SharedPrefixes | None = None
-    prompt_lens_S: Array | None = None  # None: made by hand, for a layout that keeps everything
+    prompt_lens_S: Array = None  # None: made by hand, for a layout that keeps everything
     rows_S: Array = None  # row of each sequence; None: made by hand, for a layout without row_spec
 
 

@@ -146,7 +146,7 @@ class Evicting(TokenMajor):
 def left(xp: Any, keeps: Keeps, done_S: Array, prompt_S: Array) -> Array:
     """Keeps.left for each sequence."""
     reading, read = done_S < prompt_S, xp.minimum(done_S, prompt_S)
-    held, budget = read, keeps.budget
+    held, budget = read, keeps.budget or 0
     if keeps.section is not None:
         start = xp.where(reading, read, prompt_S - 1) // keeps.section * keeps.section
         held = xp.minimum(start, budget - keeps.section) + read - start

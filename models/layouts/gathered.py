@@ -47,6 +47,31 @@ def positions(ops: Any, table_WB: Array, block_size: int) -> Array:
     return ops.xp.where(table_WB[..., None] > 0, slot_BP, -1).reshape(-1, width * block_size)
 
 
+def seen_blocks(ops: Any, step: Step, block_size: int, window: int, first: int) -> Array:
+    """The blocks of each sequence that its queries may see, and behind them their places in its table: [S, 2 C].
+
+    They see the `first` tokens, and the last `window`. So many blocks are read, however long the sequence is.
+    """
+    xp, table_SB, starts_S1 = ops.xp, step.block_tables_SB, step.query_starts_S1
+    num_first = min(-(-first // block_size), table_SB.shape[1])
+    num_new = 1 if step.decode else step.seq_ids_T.shape[0]
+    width = min(table_SB.shape[1] - num_first, (window + num_new - 2) // block_size + 2)
+    oldest_S = step.lengths_S - (starts_S1[1:] - starts_S1[:-1]) - window + 1
+    near_SC = xp.clip(oldest_S // block_size, num_first, None)[:, None] + ops.arange(width, like=table_SB)
+    place_SC = xp.concat([0 * oldest_S[:, None] + ops.arange(num_first, like=table_SB), near_SC], axis=-1)
+    row_S1 = ops.arange(table_SB.shape[0], like=table_SB)[:, None]
+    return xp.concat([table_SB[row_S1, xp.clip(place_SC, 0, table_SB.shape[1] - 1)], place_SC], axis=-1)
+
+
+def places_of(ops: Any, table_WC: Array, block_size: int) -> tuple[Array, Array]:
+    """Of rows of seen_blocks the blocks [W, B], and their slots' positions [W, M]; below 0 in the null block."""
+    width = table_WC.shape[1] // 2
+    table_WB, place_WB = table_WC[:, :width], table_WC[:, width:]
+    start_WB = ops.xp.where(table_WB > 0, place_WB * block_size, -FAR)
+    slot_WBP = start_WB[..., None] + ops.arange(block_size, like=table_WC)
+    return table_WB, slot_WBP.reshape(table_WB.shape[0], -1)
+
+
 def attend(
     ops: Any,
     q_TKGD: Array,

@@ -15,14 +15,14 @@ from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import BeamSearchParams, SamplingParams
 from octavo.engine.backend import get_backend
-from octavo.models.interface import CacheLayout, CacheState, map_tree
+from octavo.models.interface import CacheState, map_tree
 from octavo.models.keeps import Keeps
 from octavo.models.layouts import H2O, LAYOUTS, SnapKV, StreamingLLM
 from octavo.models.layouts.evicting import left
 
 logging.getLogger("octavo").setLevel(logging.ERROR)
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
-SMALL: dict[str, tuple[CacheLayout, sim.Rule]] = {
+SMALL: dict[str, tuple[Any, sim.Rule]] = {
     "streaming": (StreamingLLM(4, window=9, sinks=3), sim.streaming(9, 3)),
     "streaming, no sinks": (StreamingLLM(8, window=6, sinks=0), sim.streaming(6, 0)),
     "h2o": (H2O(4, budget=16, recent=5), sim.h2o(16, 5, 8)),
@@ -51,7 +51,7 @@ def simulated(kind: str, prompt: tuple[int, ...], num_tokens: int = 24) -> tuple
     return sim.greedy(spec_of(TINY), numpy_weights(TINY), SMALL[kind][1], list(prompt), num_tokens)
 
 
-def llm_of(backend: str, layout: CacheLayout, **arguments: Any) -> Any:
+def llm_of(backend: str, layout: Any, **arguments: Any) -> Any:
     return engine(backend=backend, layout=layout, block_size=None, max_model_len=104, **arguments)
 
 
@@ -159,7 +159,7 @@ def test_ten_times_the_budget_runs_in_a_pool_of_the_budget(backend):
 
 
 def test_the_plan_knows_what_a_layout_keeps():
-    def plan(layout: CacheLayout, length: int = 128) -> int:
+    def plan(layout: Any, length: int = 128) -> int:
         llm = engine(layout=layout, block_size=None, max_model_len=length, kv_cache_memory_bytes="1M",
                      num_gpu_blocks_override=None, max_num_batched_tokens=8)  # fmt: skip
         return llm.memory_plan.groups[0].blocks_a_request
