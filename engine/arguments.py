@@ -276,6 +276,13 @@ WORKING = (
         "False keeps metrics (docs/metrics.md) and logs a line now and then",
         checks.flag,
     ),
+    Argument(
+        "expert_load_metrics",
+        "bool",
+        False,
+        "True counts the tokens of each expert among the metrics (docs/metrics.md); steps take a little longer",
+        checks.flag,
+    ),
     Argument("step_log", "str", None, "file that takes a line a step, for replay", text),
 )
 
@@ -330,6 +337,7 @@ LATER = (
     Later("decode_context_parallel_size", 1, PARALLEL),
     Later("prefill_context_parallel_size", 1, PARALLEL),
     Later("enable_eplb", False, PARALLEL),
+    Later("enable_return_routed_experts", False, "experts in outputs (LLM.routed_experts gives those of known tokens)"),
     Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
     Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
     Later("code_revision", None, "code from a checkpoint"),

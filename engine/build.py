@@ -131,6 +131,7 @@ def build_device(
         processors=config.logits_processors,
         logprobs_mode=config.logprobs_mode,
         masks=_has_tokenizer(config, checkpoint) and grammar_library() is not None,
+        expert_load=config.expert_load_metrics,
     )
     return Device(config, checkpoint, model, backend, plan, runner)
 

@@ -85,6 +85,7 @@ class EngineConfig:
     logprobs_mode: str
     structured_outputs_config: dict[str, Any]
     disable_log_stats: bool
+    expert_load_metrics: bool
     step_log: str | None
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
@@ -126,6 +127,9 @@ class EngineConfig:
 
         Raises ValueError where they do not fit.
         """
+        if self.expert_load_metrics and (model.mixture is None or self.disable_log_stats):
+            why = "the model has no experts" if model.mixture is None else "disable_log_stats=True keeps no metrics"
+            raise ValueError(f"expert_load_metrics=True: {why}")
         length, most = self.max_model_len, model.max_model_len
         if length is not None and length > most:
             raise ValueError(

@@ -24,7 +24,15 @@ from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric, engine_exporter
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
-from .pooling import EmbeddingRequestOutput, HiddenStatesOutput, PoolingParams, embed, hidden_states
+from .pooling import (
+    EmbeddingRequestOutput,
+    HiddenStatesOutput,
+    PoolingParams,
+    RoutedExpertsOutput,
+    embed,
+    hidden_states,
+    routed_experts,
+)
 from .progress import Progress
 from .prompt_embeds import check_beside, embeds_of
 from .prompts import (
@@ -68,7 +76,8 @@ class LLM(EngineSteps):
         self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
         self.team = parts.team
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
-        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler)
+        counted = self.runner.expert_load
+        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler, expert_load=counted)
         self.stats = StatsLogger(self.metrics) if self.metrics else None
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
@@ -156,6 +165,13 @@ class LLM(EngineSteps):
         The last one has been through the final norm, as with transformers' output_hidden_states.
         """
         return hidden_states(self, prompts, layers, use_tqdm)
+
+    def routed_experts(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[RoutedExpertsOutput]:
+        """Which experts all tokens of each prompt go through, by layer. Raises ValueError if the model has none.
+
+        Of a finished request, give its prompt's ids and its output's as one prompt.
+        """
+        return routed_experts(self, prompts, use_tqdm)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Any, *, use_tqdm: bool = True

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from .expert_load import ExpertLoad
 from .plan import Plan, Reason
 from .request import Request, Times
 from .scheduler import Scheduler
@@ -59,8 +60,13 @@ class EngineMetrics:
     Counters that the scheduler keeps anyway (preemptions, prompt tokens, prefix hits) are read there.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter):
-        self.scheduler, self.clock = scheduler, clock
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        expert_load: ExpertLoad | None = None,
+    ):
+        self.scheduler, self.clock, self.expert_load = scheduler, clock, expert_load
         longest = scheduler.config.max_model_len
         lengths = decades((1.0, 2.0, 5.0), 0, len(str(longest)))
         self.num_queued = self.num_rejected = 0  # requests, since the start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .metrics import LATENCY, PER_TOKEN, PHASE
-from .metrics_table import ALIASES, METRICS, POOL_METRICS, PREFIX, Metric
+from .metrics_table import ALIASES, EXPERT_METRICS, METRICS, POOL_METRICS, PREFIX, Metric
 
 # vLLM's names that would never change here
 LEFT_OUT = {
@@ -49,6 +49,12 @@ host reads it.
 
 POOL_HEAD = """
 With `tokenizer_pool_size` of 2 or more also, under octavo's own prefix:
+
+| Name | Kind | Label | What |
+|---|---|---|---|"""
+
+EXPERT_HEAD = """
+With `expert_load_metrics=True`, of a model with experts, counted on the device and read when somebody asks:
 
 | Name | Kind | Label | What |
 |---|---|---|---|"""
@@ -98,14 +104,14 @@ Nothing is exported that never changes.
 
 def markdown() -> str:
     """docs/metrics.md."""
-    rows, pool = _rows(METRICS), _rows(POOL_METRICS)
+    rows, pool, experts = _rows(METRICS), _rows(POOL_METRICS), _rows(EXPERT_METRICS)
     bounds = (("TTFT, end-to-end", LATENCY), ("inter-token, per output token", PER_TOKEN), ("phases", PHASE))
     tail = TAIL.format(
         bounds="\n".join(f"| {name} | {b[0]:g} s | {b[-1]:g} s | {len(b)} |" for name, b in bounds),
         aliases="\n".join(f"| `{old}` | `{PREFIX}{name}` |" for old, name in ALIASES.items()),
         left_out="\n".join(f"| {_codes(names)} | {why} |" for names, why in LEFT_OUT.items()),
     )
-    return "\n".join([HEAD, *rows, POOL_HEAD, *pool, tail])
+    return "\n".join([HEAD, *rows, POOL_HEAD, *pool, EXPERT_HEAD, *experts, tail])
 
 
 def _rows(metrics: Sequence[Metric]) -> list[str]:

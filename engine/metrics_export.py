@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from .metrics import Buckets, EngineMetrics
-from .metrics_table import ALIASES, METRICS, POOL_METRICS, PREFIX
+from .metrics_table import ALIASES, EXPERT_METRICS, METRICS, POOL_METRICS, PREFIX
 from .metrics_table import Metric as Definition
 from .tokenizer_pool import TokenizerPool
 
@@ -159,7 +159,10 @@ def engine_exporter(metrics: EngineMetrics, pool: TokenizerPool, config: EngineC
         "num_gpu_blocks": ",".join(map(str, plan.num_blocks)),
         "cache_dtype": plan.dtype,
     }
-    return Exporter(config.model, [(METRICS, lambda: metrics), *_pool_sources(pool)], info)
+    sources: list[Source] = [(METRICS, lambda: metrics), *_pool_sources(pool)]
+    if metrics.expert_load:
+        sources.append((EXPERT_METRICS, lambda: metrics.expert_load))
+    return Exporter(config.model, sources, info)
 
 
 def pool_exporter(pool: TokenizerPool, model: Any) -> Exporter:

@@ -151,6 +151,27 @@ POOL_METRICS = (
 )
 
 
+# of an engine that counts them; read from its ExpertLoad
+EXPERT_METRICS = (
+    Metric(
+        "expert_tokens",
+        "counter",
+        "tokens that went through an expert, all layers together",
+        lambda m: m.by_expert(),
+        "expert",
+        OWN_PREFIX,
+    ),
+    Metric(
+        "expert_balancedness",
+        "gauge",
+        "mean load of a layer's experts beside the greatest: 1 is even",
+        lambda m: m.balancedness(),
+        "layer",
+        OWN_PREFIX,
+    ),
+)
+
+
 # names of the tuning guides, exported as they are: no prefix, no _total
 ALIASES = {
     "vllm_running_requests": "num_requests_running",

@@ -75,6 +75,15 @@ class HiddenStatesOutput:
     hidden_states: dict[int, np.ndarray] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class RoutedExpertsOutput:
+    """The experts of one prompt: [tokens, chosen experts] of each layer that has some, the best expert first."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    routed_experts: dict[int, np.ndarray] = field(repr=False)
+
+
 def embed(
     llm: LLM, prompts: Any, params: PoolingParams | Sequence[PoolingParams], use_tqdm: bool
 ) -> list[EmbeddingRequestOutput]:
@@ -104,6 +113,19 @@ def hidden_states(llm: LLM, prompts: Any, layers: Sequence[int], use_tqdm: bool)
     return [
         HiddenStatesOutput(m.request.id, m.request.prompt, {i: _rows(m, name) for i, name in names.items()})
         for m in members
+    ]
+
+
+def routed_experts(llm: LLM, prompts: Any, use_tqdm: bool) -> list[RoutedExpertsOutput]:
+    """Of each prompt, the experts of all its tokens, by layer."""
+    if llm.model.mixture is None:
+        raise ValueError(f"the model {llm.model.name!r} has no experts")
+    prompts, names = list_of_prompts(prompts), {n: f"layer.{n}.experts" for n in llm.model.mixture.layers}
+    lengths = [len(token_ids_of(prompt, llm.tokenizer, llm.model.vocab_size)) for prompt in prompts]
+    wanted = [Wanted(0, n, hidden=tuple(names.values())) for n in lengths]
+    return [
+        RoutedExpertsOutput(m.request.id, m.request.prompt, {n: _rows(m, name) for n, name in names.items()})
+        for m in compute_members(llm, prompts, wanted, use_tqdm)
     ]
 
 

@@ -39,6 +39,7 @@ from .batch import (
     step_input,
     with_extra,
 )
+from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
@@ -144,6 +145,7 @@ class Runner:
         processors: Sequence[LogitsProcessor] = (),
         logprobs_mode: str = "raw_logprobs",
         masks: bool = False,
+        expert_load: bool = False,
     ):
         self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
         self.logprobs_mode = logprobs_mode
@@ -170,6 +172,7 @@ class Runner:
         self.read_head = ReadHead(backend, model, shapes, logprobs_mode)
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
+        self.expert_load = ExpertLoad(backend, model.mixture) if expert_load and model.mixture else None
         # of requests that are alive, by id: whoever has them drops them
         self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
@@ -227,10 +230,14 @@ class Runner:
         self._move(plan.transfers)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
         inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
-        if inputs.decode and not taps:
+        counted = self.expert_load.taps if self.expert_load else ()
+        inputs = replace(inputs, taps=inputs.taps + counted) if counted else inputs
+        if inputs.decode and not (taps or counted):
             last, self.cache = self.forward(self.weights, self.cache, inputs)
             return Hidden(last, {})
         last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)
+        if self.expert_load:
+            self.expert_load.add(rows)
         return Hidden(last, rows)
 
     def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:

@@ -1,0 +1,45 @@
+"""How many tokens went through each expert of each layer: counted on the device, read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..models.interface import Array, ArraySpec, Mixture
+from .backend import Backend
+
+
+class ExpertLoad:
+    """The counters of one engine, since it started. They are int32: they hold 2^31 tokens an expert."""
+
+    def __init__(self, backend: Backend, mixture: Mixture):
+        self.backend, self.layers = backend, mixture.layers
+        shape = (len(mixture.layers), mixture.num_experts)
+        self.counts = backend.zeros(ArraySpec(shape, (None, None), "int32"))
+        self.count = backend.compile(count, ("counts", "experts"), ("counts",), "counts")
+        self.taps = tuple(f"layer.{n}.experts" for n in mixture.layers)
+
+    def add(self, rows: Mapping[str, Array]) -> None:
+        """Takes in the tapped experts of a step."""
+        self.counts = self.count(self.counts, tuple(rows[name] for name in self.taps))
+
+    def read(self) -> list[list[int]]:
+        """Tokens by layer, of those that have experts, and expert."""
+        return self.backend.read(self.counts).tolist()
+
+    def by_expert(self) -> dict[str, float]:
+        """Tokens that went through each expert, all layers together."""
+        return {str(i): sum(column) for i, column in enumerate(zip(*self.read(), strict=True))}
+
+    def balancedness(self) -> dict[str, float]:
+        """Of each layer, the mean load of its experts beside the greatest: 1 is even, 1 / experts is all in one."""
+        loads = zip(self.layers, self.read(), strict=True)
+        return {str(n): sum(load) / len(load) / max(load) if any(load) else 1.0 for n, load in loads}
+
+
+def count(counts_LX: Array, experts: tuple[Array, ...], *, ops: Any) -> Array:
+    """The counters, and one more for each token that went through an expert. Padding went through none."""
+    ids_LM = ops.xp.stack([ids_TC.reshape(-1) for ids_TC in experts])
+    found_LX = ops.tally(ids_LM, ops.xp.ones_like(ids_LM), counts_LX.shape[1])
+    # written in place: a CUDA graph is bound to where its state lies
+    return ops.scatter(counts_LX, (slice(None),), counts_LX + found_LX)

@@ -1,0 +1,75 @@
+"""Which experts tokens go through: on request, and as metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import tiny_moe
+from backends import BACKENDS
+from tiny import GREEDY, PROMPTS
+
+LAYERS = tiny_moe.MIXTURE.layers
+
+
+def experts_of(ids: list[int]) -> dict[int, list[list[int]]]:
+    """By layer and token, the best expert first, from the float64 oracle."""
+    model = tiny_moe.spec()
+    c, w = model.config, oracle.as_float64(tiny_moe.weights())
+    rows, (cos, sin) = oracle.hidden(model, tiny_moe.weights(), ids), oracle.rotations(c, len(ids))
+    found = {}
+    for n in LAYERS:
+        layer, x = w["layers"][n], rows[n]
+        x = x + oracle.attention(c, layer, oracle.norm(x, layer["attn_norm"], c.norm_eps), cos, sin, c.windows[n])
+        h = oracle.norm(x, layer["mlp_norm"], c.norm_eps)
+        chosen = [oracle.chosen(model.mixture.routing, layer["router"] @ row, 0) for row in h]
+        found[n] = [[expert for expert, _ in each] for each in chosen]
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_routed_experts_are_those_of_the_oracle(backend: str) -> None:
+    llm = tiny_moe.engine(backend=backend, max_num_batched_tokens=16)
+    prompts = PROMPTS[:3]
+    for out, prompt in zip(llm.routed_experts(prompts, use_tqdm=False), prompts, strict=True):
+        assert out.prompt_token_ids == prompt
+        assert {n: ids.tolist() for n, ids in out.routed_experts.items()} == experts_of(prompt)
+
+
+def test_a_model_without_experts_has_none_to_show() -> None:
+    with pytest.raises(ValueError, match="the model 'llama' has no experts"):
+        tiny.engine(backend=BACKENDS[0]).routed_experts(PROMPTS[:1])
+
+
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS])
+def test_metrics_count_every_token_of_every_expert_once(backend: str) -> None:
+    """Prompts and outputs alike; padding counts nowhere. The last token of an output goes through no layer."""
+    llm = tiny_moe.engine(backend=backend, expert_load_metrics=True, disable_log_stats=False, async_scheduling=False)
+    prompts = PROMPTS[:2]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    want: dict[int, Counter[int]] = {n: Counter() for n in LAYERS}
+    for out, prompt in zip(outputs, prompts, strict=True):
+        for n, rows in experts_of([*prompt, *out.outputs[0].token_ids][:-1]).items():
+            want[n].update(expert for row in rows for expert in row)
+    values = {(m.name, *m.labels.values()): m.value for m in llm.get_metrics() if "expert" in m.name}
+    values = {(name, label[-1]): value for (name, *label), value in values.items()}
+    for i in range(8):
+        assert values["octavo:expert_tokens", str(i)] == sum(want[n][i] for n in LAYERS)
+    for n in LAYERS:
+        loads = [want[n][i] for i in range(8)]
+        assert values["octavo:expert_balancedness", str(n)] == pytest.approx(np.mean(loads) / max(loads))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: tiny.engine(expert_load_metrics=True, disable_log_stats=False), "the model has no experts"),
+        (lambda: tiny_moe.engine(expert_load_metrics=True), "disable_log_stats=True keeps no metrics"),
+    ],
+)
+def test_metrics_that_nobody_could_read_are_refused(make, why) -> None:
+    with pytest.raises(ValueError, match=f"expert_load_metrics=True: {why}"):
+        make()
