@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..models.interface import ModelSpec, Reading, Sampling, StepInput
+from ..models.interface import ModelSpec, Reading, Sampling, SharedPrefixes, StepInput
 from ..models.logit_edits import MAX_BAD_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_PROCESSOR_COLUMNS, MAX_STOP_IDS
 from ..models.prompt_embeds import NAME
 from ..models.sampling import PARAMS, VARIANTS
 from .plan import Admission, Edits, Plan, Transfer
-from .shared_prefixes import PrefixFinder
+from .shared_prefixes import PrefixFinder, worth_it
 
 if TYPE_CHECKING:
     from .prompt_embeds import PromptEmbeds
@@ -45,8 +45,8 @@ class Shapes:
     token_ids: tuple[int, ...]  # ids a row whose logprobs are asked for by name
     read: tuple[int]  # hidden rows that are read at a time: one size, so that memory is bounded
     seldom: tuple[int, ...] = ()  # rows of the heads that few ask for; empty: as `sampled`
-    # of a decode step whose sequences share prefixes; then every mixed step says who does. Empty: nobody looks
-    shared: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()  # of a decode step whose sequences share prefixes; empty: nobody looks
+    shared_tokens: tuple[int, ...] = ()  # of a mixed one
 
     def heads(self, variant: str, num_logprobs: int) -> tuple[int, ...]:
         """Rows of the heads of that kind."""
@@ -87,11 +87,15 @@ class Shapes:
             middle = min(graph_tokens, 16 * STEP)
             small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
             tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
-        shared = seqs
+        shared, shared_tokens = seqs, tokens
         if not exact:
-            # few: a row too many costs less than reading a prefix once more
-            few = powers(4, max_num_seqs, 16) if graph_tokens is None else (*powers(2, max_num_seqs, 16), 48, 96, 192)
+            # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether
+            recorded = graph_tokens is not None
+            few = (*powers(2, max_num_seqs, 16), 48, 96, 192) if recorded else powers(4, max_num_seqs, 16)
             shared = tuple(sorted({n for n in few if n <= max_num_seqs}))
+            shared_tokens = powers(2 if recorded else 4, min(budget, graph_tokens or budget), 512)
+        if not shared_prefixes or max_num_seqs == 1:
+            shared = shared_tokens = ()
         return Shapes(
             seqs=seqs,
             tokens=tokens,
@@ -104,7 +108,8 @@ class Shapes:
             seldom=() if exact or graph_tokens is not None else tuple(sorted({*sampled[2::2], sampled[-1]})),
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
-            shared=shared if shared_prefixes and max_num_seqs > 1 else (),
+            shared=shared,
+            shared_tokens=shared_tokens,
         )
 
 
@@ -180,14 +185,16 @@ def step_input(
     # all hidden rows come out of mixed steps only, and cuts are made there: less of each size of a decode step
     given = [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
     decode = max(counts) == 1 and not plan.reads and not given and not plan.cuts
-    seqs, shared = at_least(shapes.seqs, len(counts)) if decode else scratch, ()
-    if prefixes:
-        single = np.array([c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)
-        if prefixes.find(plan.chunks, single, tables) and decode:
-            seqs = at_least(shapes.shared, len(counts))
-        if any(prefixes.found) or not decode:
-            shared = prefixes.lay_out(seqs)
+    seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
+    shared: tuple[SharedPrefixes | None, ...] = ()
+    if prefixes and not given:
+        single = np.array([c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)
+        saved = prefixes.find(plan.chunks, single, tables)
+        wide = next((n for n in (shapes.shared if decode else shapes.shared_tokens) if n >= sum(counts)), None)
+        if wide is not None and worth_it(saved, wide - tokens):
+            tokens, seqs = wide, wide if decode else seqs
+            shared = prefixes.lay_out(seqs)
     longest = max(c.start + c.num_tokens for c in plan.chunks)
     width = at_least(shapes.widths, -(-longest // block_size))
     rows = padded([c.row for c in plan.chunks], seqs, scratch)

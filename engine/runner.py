@@ -311,6 +311,9 @@ class Runner:
             for n in shapes.tokens:
                 for inputs in with_extra(self._padding(self.scratch, n, False, width), self.model):
                     yield self.forward_all, (self.weights, self.cache, inputs)
+            for n in shapes.shared_tokens:
+                inputs = replace(self._padding(self.scratch, n, False, width), shared=self._no_prefixes(self.scratch))
+                yield self.forward_all, (self.weights, self.cache, inputs)
         hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
         for variant in VARIANTS if self.processors else VARIANTS[:-1]:
             for k in shapes.logprobs[:-1]:
@@ -324,8 +327,7 @@ class Runner:
 
     def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
         tables, rows = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables), padded((), seqs, self.scratch)
-        shared = () if decode else self._no_prefixes(seqs)
-        return StepInput(rows, np.zeros(seqs + 1, np.int32), tables, tokens, decode, shared=shared)
+        return StepInput(rows, np.zeros(seqs + 1, np.int32), tables, tokens, decode)
 
     def _no_prefixes(self, seqs: int) -> tuple[SharedPrefixes | None, ...]:
         return self.prefixes.nothing(seqs) if self.prefixes else ()

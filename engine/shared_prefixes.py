@@ -18,6 +18,7 @@ SPARE_TILES = 8  # beyond a step's sequences by tiles: so many groups always fit
 # tokens that a step, and a group, need not read again. Below, two more launches a layer cost as much: 10 us are 10,000
 # tokens of 4 KiB, what a layer of an 8B model holds of one
 LEAST_SAVED, LEAST_OF_GROUP = 8192, 1024
+PADDING = 500  # such tokens are read while a layer of that model computes one more token
 DEPTH = 4  # times that a group is split into those that share more
 
 Group = tuple[np.ndarray, int]  # members' places in the step, and how many blocks they share
@@ -34,6 +35,7 @@ class PrefixFinder:
         """Has the next `find` look at the tables again."""
         self.key: bytes | None = None
         self.found: list[list[Group]] = []
+        self.saved = 0
         self.laid: dict[int, tuple[SharedPrefixes | None, ...]] = {}
         self.reach = [0] * len(self.windows)  # blocks of a table on which `found` rests
 
@@ -42,8 +44,8 @@ class PrefixFinder:
         if admitted or any(w.index < self.reach[w.group] for w in writes):
             self.forget()
 
-    def find(self, chunks: Sequence[Chunk], row_S: np.ndarray, tables: Sequence[np.ndarray]) -> bool:
-        """Whether so much is shared that attention should know.
+    def find(self, chunks: Sequence[Chunk], row_S: np.ndarray, tables: Sequence[np.ndarray]) -> int:
+        """Looks for groups. Returns how many tokens need not be read again.
 
         `row_S`: the rows of the chunks, -1 for one of several tokens. `tables` are the host's, of all rows.
         """
@@ -56,11 +58,9 @@ class PrefixFinder:
                 [] if window is not None else self._groups(row_S, start_S, table)
                 for window, table in zip(self.windows, tables, strict=True)
             ]
-            saved = sum((len(members) - 1) * blocks for groups in self.found for members, blocks in groups)
-            if saved * self.block_size < LEAST_SAVED:
-                self.found = [[] for _ in self.windows]
             self.reach = [max((blocks for _, blocks in groups), default=0) for groups in self.found]
-        return any(self.found)
+            self.saved = sum(_saved(len(m), blocks, self.block_size) for groups in self.found for m, blocks in groups)
+        return self.saved
 
     def _groups(self, row_S: np.ndarray, start_S: np.ndarray, table: np.ndarray) -> list[Group]:
         """The groups of one cache group that save most, as many as there are tiles for."""
@@ -114,6 +114,11 @@ class PrefixFinder:
             None if window is not None else laid_out(groups, num_seqs, self.block_size)
             for window, groups in zip(self.windows, found, strict=True)
         )
+
+
+def worth_it(saved: int, padding: int) -> bool:
+    """Whether not to read so many tokens again is worth so many more of padding, and two more launches a layer."""
+    return saved >= LEAST_SAVED + PADDING * padding
 
 
 def _saved(members: int, blocks: int, block_size: int) -> int:

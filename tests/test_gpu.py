@@ -98,6 +98,7 @@ def test_shared_prefixes_equal_float64(backend: str, dtype: str, near: float) ->
 def test_tokens_do_not_depend_on_shared_prefixes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
     monkeypatch.setattr(shared_prefixes, "LEAST_OF_GROUP", 1)
+    monkeypatch.setattr(shared_prefixes, "PADDING", 0)
     arguments: dict[str, Any] = {"backend": backend, "device": "cuda", "dtype": "float32", "max_num_seqs": 8}
     llm = engine(**arguments)
     assert llm.runner.prefixes is not None

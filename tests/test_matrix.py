@@ -87,6 +87,7 @@ def expected() -> None:
 def the_least_shared_prefix_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
     monkeypatch.setattr(shared_prefixes, "LEAST_OF_GROUP", 1)
+    monkeypatch.setattr(shared_prefixes, "PADDING", 0)
 
 
 def _arguments(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from backends import BACKENDS
 from tiny import GREEDY, PROMPTS, engine, tokens
 
 from octavo.engine import shared_prefixes
-from octavo.engine.plan import Admission, Chunk, TableWrite
-from octavo.engine.shared_prefixes import SPARE_TILES, TILE, PrefixFinder, laid_out
+from octavo.engine.batch import Shapes, step_input
+from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
+from octavo.engine.shared_prefixes import SPARE_TILES, TILE, PrefixFinder, laid_out, worth_it
 
 SIZE = 8
 # XLA takes a while for what torch does not compile
@@ -25,6 +26,7 @@ def anything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
     monkeypatch.setattr(shared_prefixes, "LEAST_OF_GROUP", 1)
     monkeypatch.setattr(shared_prefixes, "DEPTH", 99)
+    monkeypatch.setattr(shared_prefixes, "PADDING", 0)
 
 
 def chunks(starts: Any, counts: Any = None) -> list[Chunk]:
@@ -85,9 +87,35 @@ def test_little_is_not_worth_it() -> None:
     table = np.zeros((300, 200), np.int32)
     table[:, :128] = np.arange(1, 129)
     assert found(table, [1024] * 9) == [[(tuple(range(9)), 128)]]
-    assert found(table, [1024] * 8) == [[]]  # 7 x 1,024 tokens
+    assert found(table, [1023] * 2) == [[]]  # 127 blocks of 8 tokens
     assert found(table, [1031] * 9, windows=(None, 50)) == [[(tuple(range(9)), 128)], []]
-    assert found(table, [1024] * 9, [1] * 8 + [2]) == [[]]
+    assert found(table, [1024] * 9, [1] * 8 + [2]) == [[(tuple(range(8)), 128)]]
+    assert [worth_it(n, padding) for n, padding in ((8191, 0), (8192, 0), (8192, 1), (8692, 1))] == [0, 1, 0, 1]
+
+
+def test_a_step_is_padded_for_sharing_only_where_it_pays() -> None:
+    """Nine sequences of a prefix of 1,024 tokens save 8,192: just enough, if nothing is padded for it."""
+    shapes = Shapes.chain(64, 512, 2048, SIZE, 100, graph_tokens=512, any_width=True, shared_prefixes=True)
+    assert shapes.shared == (16, 32, 48, 64) and shapes.shared_tokens == (512,)
+    table = np.zeros((65, shapes.widths[-1]), np.int32)
+    table[:64, :128] = np.arange(1, 129)
+
+    def step(starts: list[int], counts: list[int] | None = None) -> Any:
+        plan = Plan(0, tuple(chunks(starts, counts)))
+        return step_input(plan, [table], shapes, SIZE, prefixes=PrefixFinder((None,), SIZE))
+
+    def size(starts: list[int], counts: list[int] | None = None) -> tuple[int, bool]:
+        inputs = step(starts, counts)
+        assert all(x is not None and len(x.lengths_S) == len(inputs.rows_S) for x in inputs.shared)
+        return inputs.num_tokens, bool(inputs.shared)
+
+    assert size([1024] * 9) == (16, True)
+    assert size([1024] * 8) == (8, False)
+    assert size([1024] * 40) == (48, True)  # 8 rows more
+    assert size([1024] * 33 + [0] * 7) == (48, True)
+    assert size([1024] * 12 + [0] * 21) == (40, False)  # 11 x 1,024 tokens are not 8 rows more
+    assert size([1024] * 60, [1] * 59 + [100]) == (256, False)  # 512 would be 256 tokens more
+    assert size([1024] * 60, [1] * 59 + [350]) == (512, True)
 
 
 @pytest.mark.usefixtures("anything_goes")
