@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from attention_batches import ORDERS, Batch, backend_of, expected, make_batch, make_step
 from backends import BACKENDS
-from shapes import DECODE, MIXED, PREFILL, Ragged
+from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend
@@ -27,7 +27,7 @@ SCALED = [
 ]
 CPU = [(b, name) for b, name in SCALED if name in ("reference", "cpu")] + [("numpy", "oracle")]
 CASES = (DECODE, replace(DECODE, name="one-row", computed=(100,), counts=(1,), padding=0), PREFILL, MIXED,
-         replace(MIXED, name="mixed-everything", window=10, softcap=3.0, sinks=True))  # fmt: skip
+         replace(MIXED, name="mixed-everything", window=10, softcap=3.0, sinks=True), SHARED[-2])  # fmt: skip
 
 
 def quantised(case: Ragged, dtype: str) -> tuple[Batch, dict[str, np.ndarray]]:
