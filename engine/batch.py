@@ -183,7 +183,7 @@ def step_input(
     """
     scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
     # all hidden rows come out of mixed steps only, and cuts are made there: less of each size of a decode step
-    given = [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
+    given = embeds and [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
     decode = max(counts) == 1 and not plan.reads and not given and not plan.cuts
     seqs = at_least(shapes.seqs, len(counts)) if decode else scratch
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))

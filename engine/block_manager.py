@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.keeps import Keeps
-from .block_pool import ROOT, BlockKey, BlockPool
+from .block_pool import ROOT, BlockPool, digests_of
 from .plan import TableWrite
 from .request import Request
 
@@ -45,6 +45,8 @@ def _front(table: Sequence[int]) -> int:
 
 def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
     """What the K/V of its index-th block depend on beside tokens. A block's digest reaches all later ones."""
+    if not request.block_digests and (index or request.cache_salt is None):
+        return ()
     keys = []
     if index == 0 and request.cache_salt is not None:
         keys.append(("salt", request.cache_salt.encode("utf-8", "surrogatepass")))
@@ -291,11 +293,10 @@ class BlockManager:
         return True
 
     def _extend_hashes(self, r: Request) -> None:
-        size, tokens = self.block_size, r.tokens
-        for i in range(len(r.hashes), len(tokens) // size):
-            parent = r.hashes[-1] if i else ROOT
-            key = BlockKey(parent, tuple(tokens[i * size : (i + 1) * size]), extra_keys(r, i))
-            r.hashes.append(key.digest())
+        size, first = self.block_size, len(r.hashes)
+        if (first + 1) * size <= len(r.tokens):
+            parent = r.hashes[-1] if first else ROOT
+            r.hashes += digests_of(parent, r.tokens[first * size :], size, lambda i: extra_keys(r, first + i))
 
     def dump(self) -> dict[str, Any]:
         """Its whole state as a JSON-able value."""

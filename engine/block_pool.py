@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 ROOT = hashlib.sha256(b"octavo: nothing precedes the first block").digest()
@@ -23,11 +23,25 @@ class BlockKey(NamedTuple):
 
     def digest(self) -> bytes:
         """The sha256 of an encoding in which every part is fixed in size or preceded by its size."""
-        parts = [self.parent, _size(len(self.tokens)), array("i", self.tokens).tobytes()]
-        for tag, value in self.extra:
-            name = tag.encode()
-            parts += [_size(len(name)), name, _size(len(value)), value]
-        return hashlib.sha256(b"".join(parts)).digest()
+        return digest_of(self.parent, _size(len(self.tokens)) + array("i", self.tokens).tobytes(), self.extra)
+
+
+def digest_of(parent: bytes, tokens: bytes, extra: tuple[tuple[str, bytes], ...]) -> bytes:
+    """The digest of a BlockKey whose tokens are encoded already, their number first."""
+    for tag, value in extra:
+        name = tag.encode()
+        tokens += _size(len(name)) + name + _size(len(value)) + value
+    return hashlib.sha256(parent + tokens).digest()
+
+
+def digests_of(
+    parent: bytes, tokens: Sequence[int], size: int, extra: Callable[[int], tuple[tuple[str, bytes], ...]]
+) -> Iterator[bytes]:
+    """The digests of the full blocks that tokens make behind `parent`; extra(i) is what the i-th has beside tokens."""
+    data, head, width = array("i", tokens).tobytes(), _size(size), size * array("i").itemsize
+    for i in range(len(tokens) // size):
+        parent = digest_of(parent, head + data[i * width : (i + 1) * width], extra(i))
+        yield parent
 
 
 class BlockPool:

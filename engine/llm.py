@@ -290,7 +290,8 @@ class LLM(EngineSteps):
                     left.pop()
                     continue
                 num_tokens, touched = self._advance()
-                bar.advance(num_tokens, sum(f.finished for f in touched if not f.queued))
+                ended = sum(f.finished for f in touched if not f.queued) if use_tqdm else 0
+                bar.advance(num_tokens, ended)
         with self.lock:
             return [self.processor.output(family) for family in families]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Reason(StrEnum):
@@ -32,9 +33,8 @@ class Reason(StrEnum):
     SIBLING = "sibling"  # the first of its family computes the prompt
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One request's part of one step: tokens start .. start + num_tokens."""
+class Chunk(NamedTuple):
+    """One request's part of one step: tokens start .. start + num_tokens. The one value made for each every step."""
 
     request_id: str
     row: int
