@@ -16,9 +16,9 @@ from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import expert_kernels, fused
+    from . import expert_kernels, few_rows, fused
 else:
-    expert_kernels = fused = None
+    expert_kernels = few_rows = fused = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -89,6 +89,8 @@ class TorchOps:
 
     def prepare(self, weight: Tensor, spec: Any) -> Tensor | Packed:
         """The weight as its product reads it fastest."""
+        if few_rows and weight.is_cuda:
+            few_rows.counters(weight.device)
         return pack(weight, spec.product)
 
     def einsum(
@@ -101,6 +103,10 @@ class TorchOps:
         `add` is added to the result, and consumed. Partial sums are rounded to x's dtype before they are added up, as
         vLLM's are.
         """
+        if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or self.shards(reduce)):
+            y = few_rows.einsum(spec, x, w, norm, gate, add)
+            if y is not None:
+                return y
         x = self.rms_norm(x, *norm) if norm else x
         if add is not None and not (gate or self.pure or self.shards(reduce)) and adds(x, w):
             return matmul_add(spec, x, w, add)

@@ -1,0 +1,187 @@
+"""Which tiles few rows want, on this GPU: the products of the two benchmark shapes, against cuBLAS and small kernels.
+
+    python benchmarks/few_rows.py [--rows 1 16 64] [--out few_rows.json]
+
+A graph holds as many products, each with a weight of its own, as are more than the caches hold. Prints microseconds a
+product: cuBLAS with its norm, gate and sum apart, then the best tilings; an error is relative to float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.kernels_triton import few_rows, few_rows_kernels
+from octavo.kernels_triton.few_rows import Tiling
+from octavo.kernels_triton.ops import TorchOps
+
+# name: depth, width, norm, gate, add
+PRODUCTS = {
+    "8b qkv": (4096, 6144, True, False, False),
+    "8b out": (4096, 4096, False, False, True),
+    "8b gate_up": (4096, 28672, True, True, False),
+    "8b down": (14336, 4096, False, False, True),
+    "0.6b qkv": (1024, 4096, True, False, False),
+    "0.6b out": (2048, 1024, False, False, True),
+    "0.6b gate_up": (1024, 6144, True, True, False),
+    "0.6b down": (3072, 1024, False, False, True),
+}
+MEMORY = 500e6  # bytes of weights in one graph
+PROCESSES = 15
+PROCESSORS = 132
+
+
+def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
+    """What is tried: enough programs for the device, and not too many."""
+    end, found = width // 2 if gate else width, []
+    kinds = {1: (0, 16), 16: (16,), 64: (64,)}[num_rows]
+    for rows, columns, splits in combinations(kinds, (16, 32, 64, 128), (1, 2, 4, 8)):
+        programs = -(-end // columns) * splits
+        if not 0.6 * PROCESSORS <= programs <= 5 * PROCESSORS or (rows == 64 and columns < 32):
+            continue
+        if (columns == 16 and (gate or rows == 16)) or (columns == 128 and (gate or rows == 0)):
+            continue
+        deep = {0: 64 if columns < 64 else 32, 16: 128 if columns < 128 else 64, 64: 64}[rows]
+        if depth // splits < 2 * deep:
+            continue
+        stages = {0: 4, 16: 4, 64: 4 if not gate or columns < 64 else 3}[rows]
+        resident = min(programs, 2 * PROCESSORS) * columns * 2 * (1 + gate)
+        ahead = min(depth // splits, few_rows.RESIDENT_BYTES // resident)
+        ahead = 1 << max(0, ahead.bit_length() - 1)
+        warps = 8 if rows == 64 and columns == 128 else 4
+        found.append(Tiling(rows, columns, deep, splits, warps, stages, ahead))
+        if splits == 1 or columns == 64:
+            found.append(found[-1]._replace(ahead=0))
+    return found
+
+
+def warm(depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling) -> None:
+    """Compiles one variant into Triton's cache, as a launch would."""
+    half, single = torch.bfloat16, torch.float32
+    parts = (single, single, torch.int32) if tile.splits > 1 else (half, half, half)
+    pointers, constants = (half,) * 5 + parts + (1e-5,), few_rows.constants_of(depth, width, norm, gate, add, tile)
+    if tile.rows:
+        few_rows_kernels.product.warmup(*pointers, 1, depth, grid=(1,), **constants)
+    else:
+        few_rows_kernels.product_of_one.warmup(*pointers, grid=(1,), **constants)
+
+
+def jobs(rows: list[int]) -> list[tuple]:
+    return list(dict.fromkeys(
+        (*shape, tile) for shape in PRODUCTS.values() for r in rows for tile in tilings(shape[0], shape[1], shape[3], r)
+    ))  # fmt: skip
+
+
+def graph_us(calls: list[Callable[[], Any]]) -> float:
+    """Microseconds a call, from replays of a graph of all."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(8):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) * 1000 / len(calls))
+    return statistics.median(times[2:])
+
+
+def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
+    depth, width, norm, gate, add = PRODUCTS[name]
+    count = max(4, min(48, int(MEMORY / (depth * width * 2))))
+    g = torch.Generator("cuda").manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
+
+    weights, x = [random(depth, width) * depth**-0.5 for _ in range(count)], random(num_rows, depth)
+    end, ops = width // (1 + gate), TorchOps()
+    scale, rest = torch.rand(depth, device="cuda", generator=g).to(torch.bfloat16) + 0.5, random(num_rows, end)
+    given = (scale, 1e-5) if norm else None
+    shaped = [w.view(depth, 2, -1) if gate else w for w in weights]
+    x64, w64 = x.double(), weights[0].double()
+    if norm:
+        x64 = x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+    want = x64 @ w64
+    if gate:
+        want = torch.nn.functional.silu(want[:, :end]) * want[:, end:]
+    want = want + rest.double() if add else want
+    found = []
+
+    def error(out: torch.Tensor) -> float:
+        return float((out.double() - want).norm() / want.norm())
+
+    few_rows.counters(x.device)
+    scratch = rest.clone()
+
+    def plain(w: torch.Tensor) -> torch.Tensor:
+        h = ops.rms_norm(x, scale, 1e-5) if norm else x
+        if add:
+            return scratch.addmm_(h, w.view(depth, -1))
+        y = h @ w.view(depth, -1)
+        return ops.gated_mlp_act(y.view(num_rows, 2, -1)) if gate else y
+
+    us = graph_us([partial(plain, w) for w in shaped])
+    found.append((us, "cuBLAS", 0.0))
+    for tile in tilings(depth, width, gate, num_rows):
+        poison = torch.full((num_rows, end), float("nan"), device="cuda", dtype=torch.bfloat16)
+        del poison
+        off = error(few_rows.product(x, weights[0], tile, given, gate, rest.clone() if add else None))
+        rest_of = tile, given, gate, scratch if add else None
+        us = graph_us([partial(few_rows.product, x, w, *rest_of) for w in weights])
+        found.append((us, str(tuple(tile)), off))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--only-compile", action="store_true")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("few_rows.json"))
+    args = parser.parse_args()
+    work = jobs(args.rows)
+    if args.compile is not None:
+        for job in work[args.compile :: PROCESSES]:
+            warm(*job)
+        return
+    started = time.time()
+    own = [sys.executable, __file__, "--rows", *map(str, args.rows), "--compile"]
+    for p in [subprocess.Popen([*own, str(i)]) for i in range(PROCESSES)]:
+        p.wait()
+    print(len(work), "variants compiled,", round(time.time() - started), "s", flush=True)
+    if args.only_compile:
+        return
+    kept = {}
+    for name, num_rows in combinations(PRODUCTS, args.rows):
+        depth, width = PRODUCTS[name][:2]
+        found = measure(name, num_rows)
+        torch.cuda.empty_cache()
+        kept[f"{name} x {num_rows}"] = sorted(found)
+        args.out.write_text(json.dumps(kept, indent=0))
+        ours = sorted(f for f in found if f[1] != "cuBLAS")
+        print(f"{name} x {num_rows}: floor {depth * width * 2 / 4.2e6:.1f}, cuBLAS {found[0][0]:.1f};",
+              "; ".join(f"{us:.1f} {tile}" for us, tile, _ in ours[:3]), f"; worst error {max(f[2] for f in ours):.1e}",
+              flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

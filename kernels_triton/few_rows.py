@@ -1,0 +1,121 @@
+"""Products of few rows: whether an own kernel serves, with which tiles, and its launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from . import few_rows_kernels as kernels
+from .few_rows_table import TABLE
+from .products import contraction
+
+Tensor = torch.Tensor
+
+MAX_TILES = 1 << 14  # tiles of columns whose splits are counted
+RESIDENT_BYTES = 8 << 20  # of a weight that are asked for ahead: a part of the cache of the device
+
+
+class Tiling(NamedTuple):
+    """Rows (0: the kernel of one row), columns and depth of a tile, splits of the depth; how a program is compiled.
+
+    `ahead`: rows of the weight that a program asks for before it waits.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    ahead: int
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros that a launch counts its programs in, and leaves zero. Never made while a graph is recorded."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+@cache
+def tiling_of(num_rows: int, depth: int, width: int, gate: bool, device: torch.device) -> Tiling | None:
+    """The tiles of a product of so many rows with a weight [depth, width]; None: cuBLAS does it better."""
+    rules = TABLE.get(device_name(device), TABLE["any"])
+    fits = [most for most in rules if num_rows <= most]
+    if not fits:
+        return None
+    rule = rules[min(fits)]
+    found = rule.get((depth, width, gate), rule.get("any"))
+    return None if found is None else Tiling(*found)
+
+
+def einsum(
+    spec: str, x: Tensor, w: Tensor, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
+) -> Tensor | None:
+    """The product `spec` with its neighbours, `add` consumed; None: it is not for these kernels."""
+    shared, first = contraction(spec)
+    if not first:
+        return None
+    free, tail, depth = x.shape[: x.ndim - shared], w.shape[shared:], w.shape[:shared].numel()
+    plain_x, plain_w = x.reshape(-1, depth), w.reshape(depth, -1)
+    tile = serves(plain_x, plain_w, gate)
+    if tile is None:
+        return None
+    y = product(plain_x, plain_w, tile, norm, gate, None if add is None else add.view(len(plain_x), -1))
+    return y.view(*free, *(tail[1:] if gate else tail))
+
+
+def serves(x: Tensor, w: Tensor, gate: bool) -> Tiling | None:
+    """The tiles for x [R, depth] times w [depth, width], if an own kernel is for them. Only bfloat16, of wide range."""
+    if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16 or not w.is_contiguous() or x.stride(-1) != 1:
+        return None
+    return tiling_of(len(x), *w.shape, gate, x.device)
+
+
+def constants_of(
+    depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling, single: bool = False
+) -> dict[str, Any]:
+    """What a variant is compiled with, on a GPU; `single`: in fp32."""
+    end, whole = width // 2 if gate else width, triton.cdiv(depth, tile.splits)
+    common = {
+        "DEPTH": depth, "WIDTH": width, "NORM": norm, "GATE": gate, "ADD": add, "N": tile.columns, "D": tile.depth,
+        "Z": tile.splits, "EACH": triton.cdiv(whole, tile.depth) * tile.depth,
+        "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "AHEAD": tile.ahead, "EARLY": True,
+        "num_warps": tile.num_warps, "launch_pdl": True,
+    }  # fmt: skip
+    if tile.rows:
+        return common | {"M": tile.rows, "num_stages": tile.num_stages, "PRECISION": "ieee" if single else "tf32"}
+    return common | {"STAGES": tile.num_stages}
+
+
+def product(
+    x: Tensor, w: Tensor, tile: Tiling, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
+) -> Tensor:
+    """add + gate(rms_norm(x, *norm) @ w), of which there may be any; in add's memory where that is given."""
+    (num_rows, depth), (_, width) = x.shape, w.shape
+    end, rows = width // 2 if gate else width, max(1, tile.rows)
+    out = torch.empty((num_rows, end), dtype=x.dtype, device=x.device) if add is None else add
+    constants = constants_of(depth, width, norm is not None, gate, add is not None, tile, x.dtype == torch.float32)
+    if not x.is_cuda:
+        # the interpreter knows no kernel before this one
+        constants = {name: value for name, value in constants.items() if name != "launch_pdl"} | {"EARLY": False}
+    tiles = triton.cdiv(end, tile.columns)
+    parts = squares = turns = x
+    if tile.splits > 1:
+        size = tiles * tile.splits * rows
+        parts = torch.empty(size * tile.columns * (1 + gate), dtype=torch.float32, device=x.device)
+        squares, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)
+    scale, eps = norm or (x, 0.0)
+    pointers = x, w, scale, x if add is None else add, out, parts, squares, turns, eps
+    if tile.rows:
+        kernels.product[(tiles, tile.splits)](*pointers, num_rows, x.stride(0), **constants)
+    else:
+        kernels.product_of_one[(tiles, tile.splits)](*pointers, **constants)
+    return out

@@ -1,0 +1,186 @@
+"""Products of few rows in Triton, with what stands around them: the norm of x before, gate and sum behind.
+
+Such a product is bound by reading its weight. So programs share the depth where columns alone would not fill the
+device (the last of a tile to arrive adds the parts up, always in the same order), and a program asks for its part of
+the weight before it waits for the kernel before it (programmatic dependent launch).
+
+Letters: M rows of a tile, N columns of a tile, D depth of a tile, Z splits of the depth.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LINE = tl.constexpr(64)  # numbers of two bytes that one prefetch brings
+
+
+@triton.jit
+def ask_for(w, low, high, n0, WIDTH: tl.constexpr, N: tl.constexpr, AHEAD: tl.constexpr):
+    """Starts bringing rows low .. low + AHEAD of columns n0 .. n0 + N of the weight into the cache of the device."""
+    LINES: tl.constexpr = (N + LINE - 1) // LINE
+    row_A, line_L = low + tl.arange(0, AHEAD), tl.arange(0, LINES) * LINE
+    row_A = tl.minimum(row_A, high - 1)
+    column_L = tl.minimum(n0 + line_L, WIDTH - 1)
+    place_AL = w + row_A.to(tl.int64)[:, None] * WIDTH + column_L[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place_AL], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def tile_of(w, d_D, n_N, WIDTH: tl.constexpr, DEPTH: tl.constexpr, END: tl.constexpr, EVEN: tl.constexpr):
+    """[D, N] of a weight [DEPTH, WIDTH], whose columns end at END. EVEN: all of it is there."""
+    place_DN = w + d_D[:, None].to(tl.int64) * WIDTH + n_N[None, :]
+    if EVEN:
+        tile_DN = tl.load(place_DN, eviction_policy="evict_first")
+    else:
+        tile_DN = tl.load(place_DN, mask=(d_D < DEPTH)[:, None] & (n_N < END)[None, :], other=0.0)
+    return tile_DN
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product(
+    x, w, scale, add, out, parts, squares, turns, eps, num_rows, x_r,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, EACH: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [num_rows, END] = add + gate(norm(x) @ w): NORM, GATE and ADD say what of it is there; w is [DEPTH, WIDTH].
+
+    Program (tile of columns, split of EACH of the depth). With GATE, columns n and END + n of w make column n. `turns`
+    are zeros, and are left so.
+    """
+    END: tl.constexpr = WIDTH // 2 if GATE else WIDTH
+    tile, z = tl.program_id(0), tl.program_id(1)
+    n0, low = tile * N, z * EACH
+    high = tl.minimum(low + EACH, DEPTH)
+    if EARLY:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            ask_for(w, low, high, n0, WIDTH, N, AHEAD)
+            if GATE:
+                ask_for(w, low, high, END + n0, WIDTH, N, AHEAD)
+        gdc_wait()
+    m_M, n_N, d_D = tl.arange(0, M), n0 + tl.arange(0, N), tl.arange(0, D)
+    own_M = m_M < num_rows
+    acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+    square_MD = tl.zeros([M, D], tl.float32)
+    for d0 in range(low, high, D):
+        at_D = d0 + d_D
+        mask_MD = own_M[:, None] if EVEN else own_M[:, None] & (at_D < DEPTH)[None, :]
+        x_MD = tl.load(x + m_M[:, None] * x_r + at_D[None, :], mask=mask_MD, other=0.0)
+        if NORM:
+            x32_MD = x_MD.to(tl.float32)
+            square_MD += x32_MD * x32_MD
+            scale_D = tl.load(scale + at_D) if EVEN else tl.load(scale + at_D, mask=at_D < DEPTH, other=0.0)
+            # the size of a row is taken out behind the product
+            x_MD = (x32_MD * scale_D.to(tl.float32)[None, :]).to(x_MD.dtype)
+        w_DN = tile_of(w, at_D, n_N, WIDTH, DEPTH, END, EVEN)
+        acc_MN = tl.dot(x_MD, w_DN, acc_MN, input_precision=PRECISION)
+        if GATE:
+            u_DN = tile_of(w + END, at_D, n_N, WIDTH, DEPTH, END, EVEN)
+            up_MN = tl.dot(x_MD, u_DN, up_MN, input_precision=PRECISION)
+    square_M = tl.sum(square_MD, 1)
+    last = True
+    if Z > 1:
+        # [tile, split, what, row, column]
+        KINDS: tl.constexpr = 2 if GATE else 1
+        here_MN = m_M[:, None] * N + tl.arange(0, N)[None, :]
+        mine = parts + (tile * Z + z).to(tl.int64) * (KINDS * M * N)
+        tl.store(mine + here_MN, acc_MN)
+        if GATE:
+            tl.store(mine + M * N + here_MN, up_MN)
+        if NORM:
+            tl.store(squares + (tile * Z + z) * M + m_M, square_M)
+        tl.debug_barrier()
+        last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == Z - 1
+        if last:
+            tl.store(turns + tile, 0)
+            acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+            square_M = tl.zeros([M], tl.float32)
+            for i in tl.static_range(Z):
+                one = parts + (tile * Z + i).to(tl.int64) * (KINDS * M * N)
+                acc_MN += tl.load(one + here_MN, cache_modifier=".cg")
+                if GATE:
+                    up_MN += tl.load(one + M * N + here_MN, cache_modifier=".cg")
+                if NORM:
+                    square_M += tl.load(squares + (tile * Z + i) * M + m_M, cache_modifier=".cg")
+    if last:
+        if NORM:
+            size_M = tl.rsqrt(square_M / DEPTH + eps)
+            acc_MN, up_MN = acc_MN * size_M[:, None], up_MN * size_M[:, None]
+        if GATE:
+            acc_MN = acc_MN / (1 + tl.exp(-acc_MN)) * up_MN
+        at_MN = m_M[:, None] * END + n_N[None, :]
+        mask_MN = own_M[:, None] & (n_N < END)[None, :]
+        if ADD:
+            acc_MN += tl.load(add + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+        tl.store(out + at_MN, acc_MN.to(out.dtype.element_ty), mask=mask_MN)
+
+
+@triton.jit
+def product_of_one(
+    x, w, scale, add, out, parts, squares, turns, eps,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, EACH: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for one row, without the matrix units: threads hold sums of their own until the end."""
+    END: tl.constexpr = WIDTH // 2 if GATE else WIDTH
+    tile, z = tl.program_id(0), tl.program_id(1)
+    n0, low = tile * N, z * EACH
+    high = tl.minimum(low + EACH, DEPTH)
+    if EARLY:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            ask_for(w, low, high, n0, WIDTH, N, AHEAD)
+            if GATE:
+                ask_for(w, low, high, END + n0, WIDTH, N, AHEAD)
+        gdc_wait()
+    n_N, d_D = n0 + tl.arange(0, N), tl.arange(0, D)
+    acc_DN, up_DN = tl.zeros([D, N], tl.float32), tl.zeros([D, N], tl.float32)
+    square_D = tl.zeros([D], tl.float32)
+    for d0 in tl.range(low, high, D, num_stages=STAGES):
+        at_D = d0 + d_D
+        x_D = (tl.load(x + at_D) if EVEN else tl.load(x + at_D, mask=at_D < DEPTH, other=0.0)).to(tl.float32)
+        if NORM:
+            square_D += x_D * x_D
+            scale_D = tl.load(scale + at_D) if EVEN else tl.load(scale + at_D, mask=at_D < DEPTH, other=0.0)
+            x_D = x_D * scale_D.to(tl.float32)
+        acc_DN += x_D[:, None] * tile_of(w, at_D, n_N, WIDTH, DEPTH, END, EVEN).to(tl.float32)
+        if GATE:
+            up_DN += x_D[:, None] * tile_of(w + END, at_D, n_N, WIDTH, DEPTH, END, EVEN).to(tl.float32)
+    y_N, up_N, square = tl.sum(acc_DN, 0), tl.sum(up_DN, 0), tl.sum(square_D, 0)
+    last = True
+    if Z > 1:
+        KINDS: tl.constexpr = 2 if GATE else 1
+        c_N = tl.arange(0, N)
+        mine = parts + (tile * Z + z) * (KINDS * N)
+        tl.store(mine + c_N, y_N)
+        if GATE:
+            tl.store(mine + N + c_N, up_N)
+        if NORM:
+            tl.store(squares + tile * Z + z, square)
+        tl.debug_barrier()
+        last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == Z - 1
+        if last:
+            tl.store(turns + tile, 0)
+            i_Z = tl.arange(0, Z)
+            of_ZN = parts + (tile * Z + i_Z)[:, None] * (KINDS * N) + c_N[None, :]
+            y_N = tl.sum(tl.load(of_ZN, cache_modifier=".cg"), 0)
+            if GATE:
+                up_N = tl.sum(tl.load(of_ZN + N, cache_modifier=".cg"), 0)
+            if NORM:
+                square = tl.sum(tl.load(squares + tile * Z + i_Z, cache_modifier=".cg"), 0)
+    if last:
+        if NORM:
+            size = tl.rsqrt(square / DEPTH + eps)
+            y_N, up_N = y_N * size, up_N * size
+        if GATE:
+            y_N = y_N / (1 + tl.exp(-y_N)) * up_N
+        mask_N = n_N < END
+        if ADD:
+            y_N += tl.load(add + n_N, mask=mask_N, other=0.0).to(tl.float32)
+        tl.store(out + n_N, y_N.to(out.dtype.element_ty), mask=mask_N)
