@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from octavo.kernels_triton import few_rows, few_rows_kernels
+from octavo.kernels_triton.early import early
 from octavo.kernels_triton.few_rows import Tiling
 from octavo.kernels_triton.ops import TorchOps
 
@@ -45,17 +46,15 @@ PROCESSORS = 132
 def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
     """What is tried: enough programs for the device, and not too many."""
     end, found = width // 2 if gate else width, []
-    kinds = {1: (0, 16), 16: (16,), 64: (64,)}[num_rows]
-    for rows, columns, splits in combinations(kinds, (16, 32, 64, 128), (1, 2, 4, 8)):
+    rows = 64 if num_rows > 16 else 16
+    for columns, splits in combinations((32, 64, 128), (1, 2, 4, 8)):
         programs = -(-end // columns) * splits
-        if not 0.6 * PROCESSORS <= programs <= 5 * PROCESSORS or (rows == 64 and columns < 32):
+        if not 0.6 * PROCESSORS <= programs <= 5 * PROCESSORS or (gate and columns == 128):
             continue
-        if (columns == 16 and (gate or rows == 16)) or (columns == 128 and (gate or rows == 0)):
-            continue
-        deep = {0: 64 if columns < 64 else 32, 16: 128 if columns < 128 else 64, 64: 64}[rows]
+        deep = 128 if rows == 16 and columns < 128 else 64
         if depth // splits < 2 * deep:
             continue
-        stages = {0: 4, 16: 4, 64: 4 if not gate or columns < 64 else 3}[rows]
+        stages = 3 if rows == 64 and gate else 4
         resident = min(programs, 2 * PROCESSORS) * columns * 2 * (1 + gate)
         ahead = min(depth // splits, few_rows.RESIDENT_BYTES // resident)
         ahead = 1 << max(0, ahead.bit_length() - 1)
@@ -71,10 +70,7 @@ def warm(depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling
     half, single = torch.bfloat16, torch.float32
     parts = (single, single, torch.int32) if tile.splits > 1 else (half, half, half)
     pointers, constants = (half,) * 5 + parts + (1e-5,), few_rows.constants_of(depth, width, norm, gate, add, tile)
-    if tile.rows:
-        few_rows_kernels.product.warmup(*pointers, 1, depth, grid=(1,), **constants)
-    else:
-        few_rows_kernels.product_of_one.warmup(*pointers, grid=(1,), **constants)
+    few_rows_kernels.product.warmup(*pointers, 1, depth, grid=(1,), **constants, **early(torch.device("cuda")))
 
 
 def jobs(rows: list[int]) -> list[tuple]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .early import take_turn
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # a peak before any key. Finite, so that a hidden score, which is -inf, weighs 0 beside it: where both were large
 # numbers, a fused multiply-add left their rounding error (1e23) as an exponent
@@ -74,13 +76,14 @@ def decode(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
     prefixes[s] keys are read elsewhere (shared.py), and of its num_parts parts only the first are made here.
     """
+    take_turn(EARLY)
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + s)
     m, d, e, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
@@ -128,12 +131,13 @@ def decode(
 def reduce(
     parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
     HEADS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, Z: tl.constexpr,
-    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr,
+    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The splits of decode, and SHARED those of a shared prefix behind them, put together. Program (head, sequence).
 
     A sequence that shares nothing and has one split is done already.
     """
+    take_turn(EARLY)
     h, s = tl.program_id(0), tl.program_id(1)
     start, length = tl.load(starts + s), tl.load(lengths + s)
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0

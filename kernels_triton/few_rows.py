@@ -9,6 +9,7 @@ import torch
 import triton
 
 from . import few_rows_kernels as kernels
+from .early import early
 from .few_rows_table import TABLE
 from .products import contraction
 
@@ -19,7 +20,7 @@ RESIDENT_BYTES = 8 << 20  # of a weight that are asked for ahead: a part of the 
 
 
 class Tiling(NamedTuple):
-    """Rows (0: the kernel of one row), columns and depth of a tile, splits of the depth; how a program is compiled.
+    """Rows, columns and depth of a tile, splits of the depth; how a program is compiled.
 
     `ahead`: rows of the weight that a program asks for before it waits.
     """
@@ -84,15 +85,13 @@ def constants_of(
 ) -> dict[str, Any]:
     """What a variant is compiled with, on a GPU; `single`: in fp32."""
     end, whole = width // 2 if gate else width, triton.cdiv(depth, tile.splits)
-    common = {
+    return {
         "DEPTH": depth, "WIDTH": width, "NORM": norm, "GATE": gate, "ADD": add, "N": tile.columns, "D": tile.depth,
         "Z": tile.splits, "EACH": triton.cdiv(whole, tile.depth) * tile.depth,
-        "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "AHEAD": tile.ahead, "EARLY": True,
-        "num_warps": tile.num_warps, "launch_pdl": True,
+        "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "AHEAD": tile.ahead,
+        "M": tile.rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "PRECISION": "ieee" if single else "tf32",
     }  # fmt: skip
-    if tile.rows:
-        return common | {"M": tile.rows, "num_stages": tile.num_stages, "PRECISION": "ieee" if single else "tf32"}
-    return common | {"STAGES": tile.num_stages}
 
 
 def product(
@@ -100,22 +99,16 @@ def product(
 ) -> Tensor:
     """add + gate(rms_norm(x, *norm) @ w), of which there may be any; in add's memory where that is given."""
     (num_rows, depth), (_, width) = x.shape, w.shape
-    end, rows = width // 2 if gate else width, max(1, tile.rows)
+    end = width // 2 if gate else width
     out = torch.empty((num_rows, end), dtype=x.dtype, device=x.device) if add is None else add
     constants = constants_of(depth, width, norm is not None, gate, add is not None, tile, x.dtype == torch.float32)
-    if not x.is_cuda:
-        # the interpreter knows no kernel before this one
-        constants = {name: value for name, value in constants.items() if name != "launch_pdl"} | {"EARLY": False}
     tiles = triton.cdiv(end, tile.columns)
     parts = squares = turns = x
     if tile.splits > 1:
-        size = tiles * tile.splits * rows
+        size = tiles * tile.splits * tile.rows
         parts = torch.empty(size * tile.columns * (1 + gate), dtype=torch.float32, device=x.device)
         squares, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)
     scale, eps = norm or (x, 0.0)
     pointers = x, w, scale, x if add is None else add, out, parts, squares, turns, eps
-    if tile.rows:
-        kernels.product[(tiles, tile.splits)](*pointers, num_rows, x.stride(0), **constants)
-    else:
-        kernels.product_of_one[(tiles, tile.splits)](*pointers, **constants)
+    kernels.product[(tiles, tile.splits)](*pointers, num_rows, x.stride(0), **constants, **early(x.device))
     return out

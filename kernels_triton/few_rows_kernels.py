@@ -2,7 +2,7 @@
 
 Such a product is bound by reading its weight. So programs share the depth where columns alone would not fill the
 device (the last of a tile to arrive adds the parts up, always in the same order), and a program asks for its part of
-the weight before it waits for the kernel before it (programmatic dependent launch).
+the weight before its turn comes (early.py).
 
 Letters: M rows of a tile, N columns of a tile, D depth of a tile, Z splits of the depth.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .early import take_turn
 
 LINE = tl.constexpr(64)  # numbers of two bytes that one prefetch brings
 
@@ -56,13 +57,11 @@ def product(
     tile, z = tl.program_id(0), tl.program_id(1)
     n0, low = tile * N, z * EACH
     high = tl.minimum(low + EACH, DEPTH)
-    if EARLY:
-        gdc_launch_dependents()
-        if AHEAD > 0:
-            ask_for(w, low, high, n0, WIDTH, N, AHEAD)
-            if GATE:
-                ask_for(w, low, high, END + n0, WIDTH, N, AHEAD)
-        gdc_wait()
+    if EARLY and AHEAD > 0:
+        ask_for(w, low, high, n0, WIDTH, N, AHEAD)
+        if GATE:
+            ask_for(w, low, high, END + n0, WIDTH, N, AHEAD)
+    take_turn(EARLY)
     m_M, n_N, d_D = tl.arange(0, M), n0 + tl.arange(0, N), tl.arange(0, D)
     own_M = m_M < num_rows
     acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
@@ -74,9 +73,10 @@ def product(
         if NORM:
             x32_MD = x_MD.to(tl.float32)
             square_MD += x32_MD * x32_MD
-            scale_D = tl.load(scale + at_D) if EVEN else tl.load(scale + at_D, mask=at_D < DEPTH, other=0.0)
+            # as many as x has: a single row of it is too few bytes a thread to be loaded ahead
+            scale_MD = tl.load(scale + 0 * m_M[:, None] + at_D[None, :], mask=mask_MD, other=0.0)
             # the size of a row is taken out behind the product
-            x_MD = (x32_MD * scale_D.to(tl.float32)[None, :]).to(x_MD.dtype)
+            x_MD = (x32_MD * scale_MD.to(tl.float32)).to(x_MD.dtype)
         w_DN = tile_of(w, at_D, n_N, WIDTH, DEPTH, END, EVEN)
         acc_MN = tl.dot(x_MD, w_DN, acc_MN, input_precision=PRECISION)
         if GATE:
@@ -118,69 +118,3 @@ def product(
         if ADD:
             acc_MN += tl.load(add + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
         tl.store(out + at_MN, acc_MN.to(out.dtype.element_ty), mask=mask_MN)
-
-
-@triton.jit
-def product_of_one(
-    x, w, scale, add, out, parts, squares, turns, eps,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, EACH: tl.constexpr,
-    EVEN: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same for one row, without the matrix units: threads hold sums of their own until the end."""
-    END: tl.constexpr = WIDTH // 2 if GATE else WIDTH
-    tile, z = tl.program_id(0), tl.program_id(1)
-    n0, low = tile * N, z * EACH
-    high = tl.minimum(low + EACH, DEPTH)
-    if EARLY:
-        gdc_launch_dependents()
-        if AHEAD > 0:
-            ask_for(w, low, high, n0, WIDTH, N, AHEAD)
-            if GATE:
-                ask_for(w, low, high, END + n0, WIDTH, N, AHEAD)
-        gdc_wait()
-    n_N, d_D = n0 + tl.arange(0, N), tl.arange(0, D)
-    acc_DN, up_DN = tl.zeros([D, N], tl.float32), tl.zeros([D, N], tl.float32)
-    square_D = tl.zeros([D], tl.float32)
-    for d0 in tl.range(low, high, D, num_stages=STAGES):
-        at_D = d0 + d_D
-        x_D = (tl.load(x + at_D) if EVEN else tl.load(x + at_D, mask=at_D < DEPTH, other=0.0)).to(tl.float32)
-        if NORM:
-            square_D += x_D * x_D
-            scale_D = tl.load(scale + at_D) if EVEN else tl.load(scale + at_D, mask=at_D < DEPTH, other=0.0)
-            x_D = x_D * scale_D.to(tl.float32)
-        acc_DN += x_D[:, None] * tile_of(w, at_D, n_N, WIDTH, DEPTH, END, EVEN).to(tl.float32)
-        if GATE:
-            up_DN += x_D[:, None] * tile_of(w + END, at_D, n_N, WIDTH, DEPTH, END, EVEN).to(tl.float32)
-    y_N, up_N, square = tl.sum(acc_DN, 0), tl.sum(up_DN, 0), tl.sum(square_D, 0)
-    last = True
-    if Z > 1:
-        KINDS: tl.constexpr = 2 if GATE else 1
-        c_N = tl.arange(0, N)
-        mine = parts + (tile * Z + z) * (KINDS * N)
-        tl.store(mine + c_N, y_N)
-        if GATE:
-            tl.store(mine + N + c_N, up_N)
-        if NORM:
-            tl.store(squares + tile * Z + z, square)
-        tl.debug_barrier()
-        last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == Z - 1
-        if last:
-            tl.store(turns + tile, 0)
-            i_Z = tl.arange(0, Z)
-            of_ZN = parts + (tile * Z + i_Z)[:, None] * (KINDS * N) + c_N[None, :]
-            y_N = tl.sum(tl.load(of_ZN, cache_modifier=".cg"), 0)
-            if GATE:
-                up_N = tl.sum(tl.load(of_ZN + N, cache_modifier=".cg"), 0)
-            if NORM:
-                square = tl.sum(tl.load(squares + tile * Z + i_Z, cache_modifier=".cg"), 0)
-    if last:
-        if NORM:
-            size = tl.rsqrt(square / DEPTH + eps)
-            y_N, up_N = y_N * size, up_N * size
-        if GATE:
-            y_N = y_N / (1 + tl.exp(-y_N)) * up_N
-        mask_N = n_N < END
-        if ADD:
-            y_N += tl.load(add + n_N, mask=mask_N, other=0.0).to(tl.float32)
-        tl.store(out + n_N, y_N.to(out.dtype.element_ty), mask=mask_N)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .early import early, take_turn
+
 Tensor = torch.Tensor
 
 PLACES = {order: tuple(order.split().index(a) for a in "npk") for order in ("n p k d", "n k p d")}
@@ -20,9 +22,10 @@ GATE_TILE = 1024
 @triton.jit
 def norm_kernel(
     x, y, scale, total, out, eps, x_r, y_r,
-    E: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr,
+    E: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) * scale, or total = x + y and out = norm(total) * scale. A program a row."""
+    take_turn(EARLY)
     r, c = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = c < E
     v = tl.load(x + r * x_r + c, mask=inside, other=0.0).to(tl.float32)
@@ -39,9 +42,10 @@ def norm_kernel(
 @triton.jit
 def qk_norm_kernel(
     q, k, q_scale, k_scale, q_out, k_out, eps, q_t, q_k, q_g, k_t, k_k,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, GP: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The heads of q and k normed apart. Program (token, kv head): its group's queries, and its key as one more row."""
+    take_turn(EARLY)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP)[:, None], tl.arange(0, B)[None, :]
     is_q, is_k = (g < G) & (c < D), (g == G) & (c < D)
@@ -55,8 +59,9 @@ def qk_norm_kernel(
 
 
 @triton.jit
-def gate_kernel(x, out, F: tl.constexpr, B: tl.constexpr):
+def gate_kernel(x, out, F: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     """silu(gate) * up. Program (row, tile of columns)."""
+    take_turn(EARLY)
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     inside = c < F
     gate = tl.load(x + r * 2 * F + c, mask=inside, other=0.0).to(tl.float32)
@@ -69,9 +74,10 @@ def rope_write_kernel(
     q, k, v, cos, sin, blocks, offsets, q_out, k_pool, v_pool,
     q_t, q_k, q_g, k_t, k_k, v_t, v_k, kp_n, kp_p, kp_k, vp_n, vp_p, vp_k,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    GP: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr,
+    GP: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q and k turned, q put into q_out, k and v into their slots. Program (token, kv head): its queries, key, value."""
+    take_turn(EARLY)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     H: tl.constexpr = D // 2
     g, c = tl.arange(0, GP)[:, None], tl.arange(0, HP)[None, :]
@@ -112,7 +118,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     size = triton.next_power_of_2(x.shape[-1])
     norm_kernel[(len(rows),)](
         rows, rows, scale, rows, out, eps, rows.stride(0), 0,
-        E=x.shape[-1], B=size, ADD=False, num_warps=norm_warps(size),
+        E=x.shape[-1], B=size, ADD=False, **early(x.device), num_warps=norm_warps(size),
     )  # fmt: skip
     return out
 
@@ -123,7 +129,7 @@ def add_rms_norm(x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tenso
     size = triton.next_power_of_2(x.shape[-1])
     norm_kernel[(len(xs),)](
         xs, ys, scale, total, out, eps, xs.stride(0), ys.stride(0),
-        E=x.shape[-1], B=size, ADD=True, num_warps=norm_warps(size),
+        E=x.shape[-1], B=size, ADD=True, **early(x.device), num_warps=norm_warps(size),
     )  # fmt: skip
     return total, out
 
@@ -134,6 +140,7 @@ def qk_norm(q_TKGD: Tensor, k_TKD: Tensor, q_scale: Tensor, k_scale: Tensor, eps
     qk_norm_kernel[(num_tokens, heads)](
         q_TKGD, k_TKD, q_scale, k_scale, q_out, k_out, eps, *q_TKGD.stride()[:3], *k_TKD.stride()[:2],
         K=heads, G=group, D=dim, B=triton.next_power_of_2(dim), GP=triton.next_power_of_2(group + 1), num_warps=1,
+        **early(q_TKGD.device),
     )  # fmt: skip
     return q_out, k_out
 
@@ -143,7 +150,9 @@ def gated_mlp_act(x_TXF: Tensor) -> Tensor:
     x_TXF = x_TXF.contiguous()
     num_tokens, _, size = x_TXF.shape
     out = empty((num_tokens, size), x_TXF)
-    gate_kernel[(num_tokens, triton.cdiv(size, GATE_TILE))](x_TXF, out, F=size, B=GATE_TILE, num_warps=4)
+    gate_kernel[(num_tokens, triton.cdiv(size, GATE_TILE))](
+        x_TXF, out, F=size, B=GATE_TILE, **early(x_TXF.device), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -165,5 +174,6 @@ def rope_write(
         k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h),
         K=heads, G=group, D=dim, V=value_dim,
         GP=triton.next_power_of_2(group + 1), HP=half, VP=triton.next_power_of_2(value_dim), num_warps=1,
+        **early(q_TKGD.device),
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton
 
 from . import attention_kernels as kernels
 from . import shared_prefix
+from .early import early
 
 Tensor = torch.Tensor
 
@@ -150,6 +151,7 @@ def launch_decode(
         num_parts += shared_prefix.num_splits(num_seqs * heads, keys, num_processors(q.device))
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
     prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": LEAST_KEYS}
+    again |= early(q.device)
     if num_parts > 1:
         rows = num_seqs * heads * group * num_parts
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)

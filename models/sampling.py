@@ -55,8 +55,8 @@ def sample(
     """The next token of each sampled row, and the logprobs that were asked for."""
     xp, at, variant = ops.xp, sampling.rows_R, sampling.variant
     raw_RV = xp.astype(logits_RV, xp.float32)
-    param = {name: rows["params"][at, i][:, None] for i, name in enumerate(PARAMS)}
-    index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
+    # greedy asks for none of them, and what is not asked for is not computed, op by op either
+    param = {} if variant == "greedy" else columns(rows["params"][at])
     logits_RV = shape(raw_RV, rows, param, sampling, ops, processors)
     ids_R, scaled_RV = ops.argmax(logits_RV), logits_RV
     if variant != "greedy":
@@ -64,9 +64,15 @@ def sample(
         scaled_RV = logits_RV / xp.where(greedy_R1, 1.0, param["temperature"])
         if at_least(variant, "truncate"):
             scaled_RV = truncate(scaled_RV, param, ops)
+        index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
         noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1])
         ids_R = xp.where(greedy_R1[:, 0], ids_R, ops.argmax(scaled_RV + noise_RV))
     return of_sampled(raw_RV, scaled_RV, ids_R, sampling, ops)
+
+
+def columns(params_RP: Array) -> dict[str, Array]:
+    """PARAMS by name, each [R, 1]."""
+    return {name: params_RP[:, i : i + 1] for i, name in enumerate(PARAMS)}
 
 
 def shape(
