@@ -67,7 +67,7 @@ def random_weights(model: ModelSpec) -> Any:
 
 def attention(backend: str) -> dict[str, Any]:
     """GB/s of decode (keys and values read once) and TFLOP/s of causal prefill, each checked against float64 first."""
-    from h200 import DECODE, PREFILL
+    from h200 import DECODE, NARROW, PREFILL
 
     runner = get_backend(
         backend, {"device": "cuda", "dtype": "bfloat16"} if backend == "torch" else {"dtype": "bfloat16"}
@@ -77,6 +77,11 @@ def attention(backend: str) -> dict[str, Any]:
         seconds, error = measure(runner, seqs, length, decode=True)
         size = seqs * length * HEADS * DIM * 2 * 2
         found[name] = {"rate": round(size / seconds / 1e9), "unit": "GB/s", "fa3": fa3, "error": error}
+    for name, (seqs, length, cache) in (NARROW if backend == "torch" else {}).items():
+        seconds, error = measure(runner, seqs, length, decode=True, cache=cache)
+        size = seqs * length * HEADS * (DIM + 4) * 2
+        found[name] = {"rate": round(size / seconds / 1e9), "unit": "GB/s", "fa3": "-", "error": error}
+        found[name]["us"] = round(seconds * 1e6, 1)
     for name, (seqs, length, fa3) in PREFILL.items():
         seconds, error = measure(runner, seqs, length, decode=False)
         work = 2 * seqs * length**2 * HEADS * GROUP * DIM
@@ -84,8 +89,10 @@ def attention(backend: str) -> dict[str, Any]:
     return found
 
 
-def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, float]:
+def measure(backend: Any, seqs: int, length: int, decode: bool, cache: str | None = None) -> tuple[float, float]:
     """Seconds of one attention op, and the relative error of one of its rows against float64.
+
+    `cache` is "int8" or "float8_e4m3fn", with scales; None: bfloat16.
 
     A program holds several ops, each with a cache of its own, so that none is read from a processor's cache.
     """
@@ -101,30 +108,43 @@ def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, 
     def pool(x: np.ndarray) -> Any:
         return backend.place_repeated(x.astype(ml_dtypes.bfloat16).reshape(-1), ArraySpec(shape, (None,) * 4))
 
+    def narrow(codes: np.ndarray, scale: np.ndarray) -> tuple[Any, Any]:
+        specs = ArraySpec(shape, (None,) * 4, cache), ArraySpec(shape[:-1], (None,) * 3, "float32")
+        return tuple(backend.place_repeated(x.reshape(-1), spec) for x, spec in zip((codes, scale), specs))
+
     def place(x: np.ndarray) -> Any:
         return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim))
 
     # the layers' pools differ in memory, not in numbers: that is enough for the caches of the chip
-    caches = [(pool(small[0]), pool(small[1])) for _ in range(layers)]
+    if cache is None:
+        held = [x.astype(ml_dtypes.bfloat16).astype(np.float64) for x in small]
+        caches = [(pool(small[0]), pool(small[1])) for _ in range(layers)]
+    else:
+        coded = [narrowed(x, cache) for x in small]
+        held = [codes.astype(np.float64) * scale[..., None] for codes, scale in coded]
+        caches = []
+        for _ in range(layers):
+            (k, k_scale), (v, v_scale) = (narrow(*x) for x in coded)
+            caches.append((k, v, (k_scale, v_scale)))
     q = rng.standard_normal((seqs * count, HEADS, GROUP, DIM), np.float32)
 
     def program(caches: list, q: Any, step: Step, *, ops: Any) -> tuple:
         ops, out = ops.for_step([step]), q
-        for k, v in caches:
-            out = ops.attention(q, k, v, "n p k d", step, SPEC)
+        for k, v, *scales in caches:
+            out = ops.attention(q, k, v, "n p k d", step, SPEC, None, *scales)
         return out, caches
 
     def chained(caches: list, q: Any, step: Step, *, ops: Any) -> tuple:
         ops, out = ops.for_step([step]), q
         # each op's output is the next one's query, so that none is left out or moved
-        for k, v in caches:
-            out = ops.attention(out, k, v, "n p k d", step, SPEC)
+        for k, v, *scales in caches:
+            out = ops.attention(out, k, v, "n p k d", step, SPEC, None, *scales)
         # all of it would take the host longer to read than the device to compute
         return out[:1], caches
 
     once = backend.compile(program, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
     out, caches = once(caches, place(q), step)
-    error = relative_error(backend.read(out), q, small, tables, length, count)
+    error = relative_error(backend.read(out), q, held, tables, length, count)
     run = backend.compile(chained, ("caches", "q", "step"), ("out", "caches"), consumes="caches")
     placed = place(q)
     for _ in range(3):
@@ -140,18 +160,23 @@ def measure(backend: Any, seqs: int, length: int, decode: bool) -> tuple[float, 
     return best, error
 
 
+def narrowed(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
+    """(codes as float32, scales) of keys or values in 8 bits."""
+    scale = np.abs(x).max(-1) / (127.0 if cache == "int8" else 448.0)
+    codes = x / scale[..., None]
+    codes = np.round(codes) if cache == "int8" else codes.astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float32), scale.astype(np.float32)
+
+
 def relative_error(out: np.ndarray, q: np.ndarray, pools: Any, tables: np.ndarray, length: int, count: int) -> float:
-    """Of the last row of the first sequence, and of one in its middle, against float64; inputs as bfloat16 has them."""
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
-
+    """Of the last row of the first sequence, and of one in its middle, against float64; `pools` as they are held."""
     worst = 0.0
     for row in {count - 1, count // 2}:
         position = length - count + row
         at = np.arange(position + 1)
-        k, v = (rounded(p[tables[0, at // BLOCK] % REPEATED, at % BLOCK]) for p in pools)
-        scores = np.einsum("kgd,mkd->kgm", rounded(q[row]), k) * SPEC.scale
+        k, v = (p[tables[0, at // BLOCK] % REPEATED, at % BLOCK] for p in pools)
+        query = q[row].astype(ml_dtypes.bfloat16).astype(np.float64)
+        scores = np.einsum("kgd,mkd->kgm", query, k) * SPEC.scale
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = np.einsum("kgm,mkd->kgd", weights / weights.sum(-1, keepdims=True), v)
         worst = max(worst, float(np.linalg.norm(out[row].astype(np.float64) - want) / np.linalg.norm(want)))

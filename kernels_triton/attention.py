@@ -55,6 +55,7 @@ IMPLEMENTATIONS = {
         lambda *args: triton_room().plan(*args),
         triton_supports,
         any_width=True,
+        scales=True,
         shares=True,
     ),
 }

@@ -41,9 +41,37 @@ def rows_at(
 
 
 @triton.jit
-def score(q_MD, k_ND, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[M, N] products; with a cap they are scaled, capped and in log2 already."""
-    s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+def scales_at(
+    pool, table, at_N, seen_N, P: tl.constexpr, OF_N: tl.constexpr, OF_P: tl.constexpr,
+    MASKED: tl.constexpr, FAR: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """[N]: the scales of one head at places at_N of a sequence; ones where the cache has none."""
+    scale_N = tl.full(at_N.shape, 1.0, tl.float32)
+    if SCALED:
+        block_N = tl.load(table + at_N // P, mask=seen_N, other=0) if MASKED else tl.load(table + at_N // P)
+        block_N = block_N.to(tl.int64) if FAR else block_N
+        place_N = pool + block_N * OF_N + at_N % P * OF_P
+        scale_N = tl.load(place_N, mask=seen_N, other=0.0) if MASKED else tl.load(place_N)
+    return scale_N
+
+
+@triton.jit
+def widened(x, like: tl.constexpr):
+    """What the cache holds, in the dtype of the queries."""
+    if x.dtype == tl.int8 and like == tl.bfloat16:
+        # a number added to the bits of 2^23 is that number added: integers turn into floats at a quarter of the speed
+        wide = (x.to(tl.int32) + 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        wide = x
+    return wide.to(like)
+
+
+@triton.jit
+def score(q_MD, k_ND, of_N, scale, CAP: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """[M, N] products, times the keys' scales of_N; with a cap they are scaled, capped and in log2 already."""
+    s = tl.dot(q_MD, tl.trans(widened(k_ND, q_MD.dtype)), input_precision=PRECISION)
+    if SCALED:
+        s *= of_N[None, :]
     if CAP > 0:
         # cap * tanh(s / cap), tanh(x) being 1 - 2 / (exp(2 x) + 1)
         s = CAP * LOG2E * (1 - 2 / (tl.exp2(s * (scale * 2 * LOG2E / CAP)) + 1))
@@ -51,13 +79,18 @@ def score(q_MD, k_ND, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def fold(acc_MV, peak_M, sum_M, s_MN, v_NV, factor, PRECISION: tl.constexpr):
-    """One tile of keys folded into a running softmax of s * factor, factor being positive."""
+def fold(
+    acc_MV, peak_M, sum_M, s_MN, v_NV, of_N, factor, like: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One tile of keys folded into a running softmax of s * factor, factor being positive; values are times of_N."""
     new_M = tl.maximum(peak_M, tl.max(s_MN, 1) * factor)
     keep_M = tl.exp2(peak_M - new_M)
     p_MN = tl.exp2(s_MN * factor - new_M[:, None])
-    acc_MV = acc_MV * keep_M[:, None] + tl.dot(p_MN.to(v_NV.dtype), v_NV, input_precision=PRECISION)
-    return acc_MV, new_M, sum_M * keep_M + tl.sum(p_MN, 1)
+    sum_M = sum_M * keep_M + tl.sum(p_MN, 1)
+    if SCALED:
+        p_MN *= of_N[None, :]
+    acc_MV = acc_MV * keep_M[:, None] + tl.dot(p_MN.to(like), widened(v_NV, like), input_precision=PRECISION)
+    return acc_MV, new_M, sum_M
 
 
 @triton.jit
@@ -70,13 +103,13 @@ def share(length, low, splits, N: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def decode(
     q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, scale, factor, table_s, num_seqs,
-    num_tokens, num_parts,
+    num_tokens, num_parts, k_scale, v_scale,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
@@ -112,8 +145,13 @@ def decode(
             seen_N = (at_N < hi) & (at_N >= low)
             k_ND = rows_at(k + h * K_K, table, at_N, seen_N, D, DP, P, K_N, K_P, True, FAR)
             v_NV = rows_at(v + h * V_K, table, at_N, seen_N, V, VP, P, V_N, V_P, True, FAR)
-            s_MN = tl.where(seen_N[None, :], score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION), float("-inf"))
-            acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
+            of_k = scales_at(k_scale + h * (K_K // D), table, at_N, seen_N, P, K_N // D, K_P // D, True, FAR, SCALED)
+            of_v = scales_at(v_scale + h * (V_K // V), table, at_N, seen_N, P, V_N // V, V_P // V, True, FAR, SCALED)
+            s_MN = score(q_MD, k_ND, of_k, scale, CAP, SCALED, PRECISION)
+            s_MN = tl.where(seen_N[None, :], s_MN, float("-inf"))
+            acc_MV, peak_M, sum_M = fold(
+                acc_MV, peak_M, sum_M, s_MN, v_NV, of_v, factor, q_MD.dtype, SCALED, PRECISION
+            )  # fmt: skip
         if SPLIT:
             row_M = ((s.to(tl.int64) * K + h) * G + m) * num_parts + z
             left_M = own_M & ((low > 0) | (tl.num_programs(2) > 1)) if SHARED else own_M
@@ -159,10 +197,11 @@ def reduce(
 
 @triton.jit
 def attend_tiles(
-    acc_MV, peak_M, sum_M, q_MD, k, v, table, position_M, lo, hi, low, scale, factor,
+    acc_MV, peak_M, sum_M, q_MD, k, v, k_scale, v_scale, table, position_M, lo, hi, low, scale, factor,
     K_N: tl.constexpr, K_P: tl.constexpr, V_N: tl.constexpr, V_P: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
     N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Keys lo .. hi in tiles. Not MASKED: every row sees all of them, and they are whole tiles."""
     n = tl.arange(0, N)
@@ -170,7 +209,8 @@ def attend_tiles(
         at_N = j + n
         seen_N = (at_N < hi) & (at_N >= low)
         k_ND = rows_at(k, table, at_N, seen_N, D, DP, P, K_N, K_P, MASKED, FAR)
-        s_MN = score(q_MD, k_ND.to(q_MD.dtype), scale, CAP, PRECISION)
+        of_k = scales_at(k_scale, table, at_N, seen_N, P, K_N // D, K_P // D, MASKED, FAR, SCALED)
+        s_MN = score(q_MD, k_ND, of_k, scale, CAP, SCALED, PRECISION)
         if MASKED:
             behind_MN = position_M[:, None] - at_N[None, :]
             visible_MN = (behind_MN >= 0) & seen_N[None, :]
@@ -178,18 +218,21 @@ def attend_tiles(
                 visible_MN = visible_MN & (behind_MN < WINDOW)
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
         v_NV = rows_at(v, table, at_N, seen_N, V, VP, P, V_N, V_P, MASKED, FAR)
-        acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV.to(q_MD.dtype), factor, PRECISION)
+        of_v = scales_at(v_scale, table, at_N, seen_N, P, V_N // V, V_P // V, MASKED, FAR, SCALED)
+        acc_MV, peak_M, sum_M = fold(acc_MV, peak_M, sum_M, s_MN, v_NV, of_v, factor, q_MD.dtype, SCALED, PRECISION)
     return acc_MV, peak_M, sum_M
 
 
 @triton.jit
 def prefill(
     q, k, v, tables, lengths, starts, tile_seqs, tile_firsts, num_tiles, sinks, out, scale, factor, table_s,
+    k_scale, v_scale,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, GP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sequences of several tokens, in tiles of M // GP queries: tile w is of sequence tile_seqs[w].
 
@@ -224,12 +267,14 @@ def prefill(
         lo = low // N * N if WINDOW > 0 else (computed + first + 1) // N * N
         if WINDOW == 0:
             acc_MV, peak_M, sum_M = attend_tiles(
-                acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, 0, lo, 0, scale, factor,
-                K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, False, N, DP, VP, FAR, PRECISION,
+                acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
+                v_scale + h * (V_K // V), table, position_M, 0, lo, 0, scale, factor,
+                K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, False, N, DP, VP, FAR, PRECISION, SCALED,
             )  # fmt: skip
         acc_MV, peak_M, sum_M = attend_tiles(
-            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, lo, hi, low, scale, factor,
-            K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, True, N, DP, VP, FAR, PRECISION,
+            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
+            v_scale + h * (V_K // V), table, position_M, lo, hi, low, scale, factor,
+            K_N, K_P, V_N, V_P, D, V, P, WINDOW, CAP, True, N, DP, VP, FAR, PRECISION, SCALED,
         )  # fmt: skip
         at_MV = out + ((t_M * K + h) * G + g_M)[:, None] * V + e[None, :]
         o_MV = (acc_MV / sum_M[:, None]).to(out.dtype.element_ty)

@@ -25,11 +25,13 @@ MOST = 16  # splits
 @triton.jit
 def prefix(
     q, k, v, tables, starts, members, lengths, parts, peaks, sums, scale, factor, table_s, num_splits, num_parts,
+    k_scale, v_scale,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     CAP: tl.constexpr, LEAST: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, M rows of a tile, split). Parts from num_splits on are made here, of a tile's members alone."""
     h, z = tl.program_id(0), tl.program_id(2)
@@ -52,12 +54,14 @@ def prefix(
         acc_MV, position_M = tl.zeros([M, VP], tl.float32), tl.full([M], 0, tl.int32) + hi
         table, whole = tables + tl.load(members + w * C).to(tl.int64) * table_s, hi // N * N
         acc_MV, peak_M, sum_M = attend_tiles(
-            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, lo, whole, 0, scale, factor,
-            K_N, K_P, V_N, V_P, D, V, P, 0, CAP, False, N, DP, VP, FAR, PRECISION,
+            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
+            v_scale + h * (V_K // V), table, position_M, lo, whole, 0, scale, factor,
+            K_N, K_P, V_N, V_P, D, V, P, 0, CAP, False, N, DP, VP, FAR, PRECISION, SCALED,
         )  # fmt: skip
         acc_MV, peak_M, sum_M = attend_tiles(
-            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, position_M, whole, hi, 0, scale, factor,
-            K_N, K_P, V_N, V_P, D, V, P, 0, CAP, True, N, DP, VP, FAR, PRECISION,
+            acc_MV, peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
+            v_scale + h * (V_K // V), table, position_M, whole, hi, 0, scale, factor,
+            K_N, K_P, V_N, V_P, D, V, P, 0, CAP, True, N, DP, VP, FAR, PRECISION, SCALED,
         )  # fmt: skip
         row_M = ((seq_M.to(tl.int64) * K + h) * G + g_M) * num_parts + num_splits + z
         tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=own_M[:, None])

@@ -68,13 +68,14 @@ def plan(step: Any, spec: Any, block_size: int) -> Plan:
     return Plan(step.query_starts_S1, step.seq_ids_T.shape[0])
 
 
-def decode_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
+def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
     """Of decode: the heads of a group are the rows."""
     rows = max(16, triton.next_power_of_2(spec.group_size))
     widest = max(spec.k_dim, spec.v_dim)
     if dtype == torch.float32:
         return Tiling(rows, 32, 4, 2)
-    return Tiling(rows, 64 if widest <= 128 else 32, 4, 3)
+    # as many bytes in flight whatever the cache is made of
+    return Tiling(rows, (64 if widest <= 128 else 32) * dtype.itemsize // cache.itemsize, 4, 3)
 
 
 def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
@@ -101,22 +102,34 @@ def num_processors(device: torch.device) -> int:
 
 
 def attend(
-    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, plan: Plan
-) -> Tensor:
-    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too. Padding becomes zero."""
+    q_TKGD: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks_KG: Tensor | None, plan: Plan,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(mask(cap(scale q k))) v, fp32 inside. What is masked may hold anything, NaN too. Padding becomes zero.
+
+    `scales`: of k and of v, in their order without d; what lies in the cache is times them.
+    """
     if order not in PLACES:
         raise NotImplementedError(f"triton attention over a cache of order {order!r}; it knows {', '.join(PLACES)}")
     if q_TKGD.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         raise NotImplementedError("triton attention wants the numbers of a head to lie together")
     out_TKGV = torch.empty((*q_TKGD.shape[:3], spec.v_dim), dtype=q_TKGD.dtype, device=q_TKGD.device)
-    launch_decode(out_TKGV, q_TKGD, k, v, order, step, spec, sinks_KG)
+    for x, scale in zip((k, v), scales or (), strict=scales is not None):
+        if scale.stride() != tuple(n // x.shape[-1] for n in x.stride()[:-1]):
+            raise NotImplementedError(
+                f"triton attention wants scales as its cache lies, not with strides {scale.stride()}"
+            )
+    constants = common(q_TKGD, k, v, order, spec, scales)
+    launch_decode(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG)
     if not step.decode:
-        launch_prefill(out_TKGV, q_TKGD, k, v, order, step, spec, sinks_KG, plan)
+        launch_prefill(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG, plan)
     return out_TKGV
 
 
-def common(q: Tensor, k: Tensor, v: Tensor, order: str, spec: Any) -> dict[str, Any]:
-    """Constants that both kernels take; of heads as many as the arrays have, which may be a shard's."""
+def common(
+    q: Tensor, k: Tensor, v: Tensor, order: str, spec: Any, scales: tuple[Tensor, Tensor] | None
+) -> dict[str, Any]:
+    """What all kernels take by name: constants, and scales. Of heads as many as the arrays have, maybe a shard's."""
     n, p, h = PLACES[order]
     # of both, although one may be narrower: tiles of two widths came out wrong in bfloat16 (Triton 3.6, Hopper)
     width = max(16, triton.next_power_of_2(max(spec.k_dim, spec.v_dim)))
@@ -135,14 +148,16 @@ def common(q: Tensor, k: Tensor, v: Tensor, order: str, spec: Any) -> dict[str, 
         "VP": width,
         "FAR": max(k.numel(), v.numel()) >= 2**31,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "SCALED": scales is not None,
+        **dict(zip(("k_scale", "v_scale"), scales or (q, q), strict=True)),
     }
 
 
 def launch_decode(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, constants: dict, step: Any, spec: Any, sinks: Tensor | None
 ) -> None:
     """The rows of one token, and the padding."""
-    constants, tables, tiling = common(q, k, v, order, spec), step.block_tables_SB, decode_tiling(spec, q.dtype)
+    tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype, k.dtype)
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
     splits, shared = num_splits(num_seqs * heads, keys, q.device), step.shared
@@ -178,7 +193,15 @@ def launch_decode(
 
 
 def launch_prefill(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, order: str, step: Any, spec: Any, sinks: Tensor | None, plan: Plan
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    constants: dict,
+    step: Any,
+    spec: Any,
+    sinks: Tensor | None,
+    plan: Plan,
 ) -> None:
     """The rows of several tokens."""
     tables, tiling, group = step.block_tables_SB, prefill_tiling(spec, q.dtype), triton.next_power_of_2(q.shape[2])
@@ -189,7 +212,7 @@ def launch_prefill(
     kernels.prefill[(q.shape[1], programs)](
         q, k, v, tables, step.lengths_S, step.query_starts_S1, *tiles, q if sinks is None else sinks, out,
         spec.scale, factor_of(spec), tables.stride(0),
-        **common(q, k, v, order, spec), SINKS=sinks is not None, GP=group,
+        **constants, SINKS=sinks is not None, GP=group,
         M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
@@ -206,8 +229,8 @@ def interpreted() -> bool:
 
 def supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype) -> str | None:
     """None, or why not."""
-    if cache != dtype:
-        return f"it wants a cache of the queries' {dtype}, not of {cache}"
+    if cache not in (dtype, torch.int8, torch.float8_e4m3fn):
+        return f"it wants a cache of the queries' {dtype}, of int8 or of float8_e4m3fn, not of {cache}"
     if max(spec.k_dim, spec.v_dim) > 256:
         return f"a head of {max(spec.k_dim, spec.v_dim)} dims is more than the 256 that its tiles hold"
     if spec.scale <= 0:

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels_triton import attention_kernels, fused, shared_prefix, triton_attention
+from octavo.kernels_triton import attention_kernels, few_rows, few_rows_kernels, fused, shared_prefix, triton_attention
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
@@ -24,21 +24,31 @@ INTEGERS = {
     "offsets",
     "members",
     "prefixes",
+    "turns",
 }
-FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
+FLOATS = {"parts", "peaks", "sums", "squares", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
 STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
 STRIDES |= {name.replace("K_", "V_", 1): size for name, size in STRIDES.items() if name.startswith("K_")}
 ATTENTION = (
-    DIMS | STRIDES | {"FAR": False, "P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
+    DIMS
+    | STRIDES
+    | {"FAR": False, "P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
+    | {"SCALED": False}
 )
 
 
-def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3) -> None:
+def compile(
+    name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3, cache: str = "*bf16"
+) -> None:
     def kind(argument: str) -> str:
         if argument in INTEGERS:
             return "*i32"
         if argument in FLOATS:
+            return "*fp32"
+        if argument in ("k", "v") and "tables" in kernel.arg_names:
+            return cache
+        if argument in ("k_scale", "v_scale") and cache != "*bf16":
             return "*fp32"
         if argument in constants:
             return "constexpr"
@@ -47,8 +57,10 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
     numbers = {
         "splits",
         "table_s",
+        "x_r",
         *(a for a in kernel.arg_names if "_" in a and len(a.split("_")[-1]) == 1 and a.islower()),
     }
+    constants = constants | {"EARLY": True}
     signature = {a: "i32" if a in numbers else kind(a) for a in kernel.arg_names}
     if "tables" in signature:
         signature["scale"] = "fp32"
@@ -60,12 +72,17 @@ def compile(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 
     }
     constants = {a: x for a, x in constants.items() if a in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": "EARLY" in constants}
     print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
 def main() -> None:
-    tile = triton_attention.decode_tiling(SPEC, torch.bfloat16)
+    for cache, kind in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*fp8e4nv")):
+        tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, cache)
+        constants = ATTENTION | {"SCALED": True, "SPLIT": False, "SHARED": False, "LEAST": 128}
+        constants |= {"M": tile.rows, "N": tile.keys}
+        compile(f"decode-{kind[1:]}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
+    tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)
     least = {"LEAST": triton_attention.LEAST_KEYS}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
         constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
@@ -79,6 +96,14 @@ def main() -> None:
     compile("prefix", shared_prefix.prefix, constants, tile.num_warps, tile.num_stages)
     constants = ATTENTION | {"GP": 4, "M": tile.rows, "N": tile.keys}
     compile("prefill", attention_kernels.prefill, constants, tile.num_warps, tile.num_stages)
+    compile(
+        "prefill-i8", attention_kernels.prefill, constants | {"SCALED": True}, tile.num_warps, tile.num_stages, "*i8"
+    )
+    for name, shape, rows in (("few-rows", (1024, 4096, True, False, False), (16, 64, 128, 4, 4, 4, 256)),
+                              ("few-rows-gate", (4096, 28672, True, True, False), (16, 64, 128, 1, 4, 4, 128)),
+                              ("few-rows-add", (3072, 1024, False, False, True), (64, 32, 64, 8, 4, 4, 256))):  # fmt: skip
+        constants = few_rows.constants_of(*shape, few_rows.Tiling(*rows))
+        compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
