@@ -1,4 +1,4 @@
-"""Caches of 8 bits in the Triton kernels, in the interpreter: over the ragged table, against float64 of what is held."""
+"""Caches of 8 bits in the Triton kernels, in the interpreter: ragged cases against float64 of what is held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tolerances import tolerance
 
 from octavo.kernels_triton import triton_attention
 
-RAGGED = (*CASES[::2], *OWN[:3], *OWN[6:8], SHARED[0], SHARED[-1])
+RAGGED = (CASES[0], *CASES[3::5], *OWN[1:3], OWN[6], SHARED[0], SHARED[6])
 FP8 = torch.float8_e4m3fn
 
 
@@ -52,7 +52,7 @@ def test_int8(case: Ragged) -> None:
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scales", "plain"])
-@pytest.mark.parametrize("case", RAGGED[::4], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", RAGGED[::5], ids=lambda c: c.name)
 def test_fp8(case: Ragged, scaled: bool) -> None:
     check(case, "n p k d", FP8, scaled)
 
@@ -62,15 +62,6 @@ def test_scales_that_lie_otherwise_are_refused() -> None:
     codes, scale, _ = narrowed(batch.k, torch.int8, True)
     step, q = make_step(batch, backend_of("torch", "triton")), torch.from_numpy(batch.q)
     turned = scale.transpose(1, 2).contiguous().transpose(1, 2)
+    plan = triton_attention.plan(step, batch.spec, 8)
     with pytest.raises(NotImplementedError, match="scales as its cache lies"):
-        triton_attention.attend(
-            q,
-            codes,
-            codes,
-            "n p k d",
-            step,
-            batch.spec,
-            None,
-            triton_attention.plan(step, batch.spec, 8),
-            (turned,) * 2,
-        )
+        triton_attention.attend(q, codes, codes, "n p k d", step, batch.spec, None, plan, (turned, turned))
