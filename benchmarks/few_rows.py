@@ -1,6 +1,6 @@
 """Which tiles few rows want, on this GPU: the products of the two benchmark shapes, against cuBLAS and small kernels.
 
-    python benchmarks/few_rows.py [--rows 1 16 64] [--out few_rows.json]
+    python benchmarks/few_rows.py [--rows 1 16 64] [--out few_rows.json] [--write kernels_triton/few_rows_table.py]
 
 A graph holds as many products, each with a weight of its own, as are more than the caches hold. Prints microseconds a
 product: cuBLAS with its norm, gate and sum apart, then the best tilings; an error is relative to float64.
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from octavo.kernels_triton import few_rows, few_rows_kernels
+from octavo.kernels_triton import few_rows, few_rows_kernels, few_rows_table
 from octavo.kernels_triton.early import early
 from octavo.kernels_triton.few_rows import Tiling
 from octavo.kernels_triton.ops import TorchOps
@@ -41,6 +41,8 @@ PRODUCTS = {
 MEMORY = 500e6  # bytes of weights in one graph
 PROCESSES = 15
 PROCESSORS = 132
+MOST = {1: 4, 16: 16, 64: 64}  # up to how many rows what was measured at so many is used
+LEAST_GAIN = 0.97  # of cuBLAS's time: what is not faster by so much is left to it
 
 
 def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
@@ -147,9 +149,32 @@ def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
     return found
 
 
+def table(kept: dict[str, list], rows: list[int], device: str) -> str:
+    """kernels_triton/few_rows_table.py with what was best; the entries of other devices stay."""
+    own: dict[int, dict] = {}
+    for (name, (depth, width, _, gate, _)), num_rows in combinations(PRODUCTS.items(), rows):
+        us, best, _ = min(kept[f"{name} x {num_rows}"])
+        plain = next(us for us, tile, _ in kept[f"{name} x {num_rows}"] if tile == "cuBLAS")
+        chosen = None if best == "cuBLAS" or us > LEAST_GAIN * plain else best
+        own.setdefault(MOST[num_rows], {})[depth, width, gate] = chosen
+    source = Path(few_rows_table.__file__).read_text()
+    lines = [source[: source.index("TABLE")] + "TABLE: dict = {"]
+    for place, rules in (few_rows_table.TABLE | {device: own}).items():
+        lines += [f'    "{place}": {{']
+        for most, rule in rules.items():
+            lines += [
+                f"        {most}: {{",
+                *(f"            {shape}: {tile}," for shape, tile in rule.items()),
+                "        },",
+            ]
+        lines += ["    },"]
+    return "\n".join([*lines, "}", ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--write", type=Path)
     parser.add_argument("--only-compile", action="store_true")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("few_rows.json"))
@@ -177,6 +202,8 @@ def main() -> None:
         print(f"{name} x {num_rows}: floor {depth * width * 2 / 4.2e6:.1f}, cuBLAS {found[0][0]:.1f};",
               "; ".join(f"{us:.1f} {tile}" for us, tile, _ in ours[:3]), f"; worst error {max(f[2] for f in ours):.1e}",
               flush=True)  # fmt: skip
+    if args.write:
+        args.write.write_text(table(kept, args.rows, torch.cuda.get_device_name()))
 
 
 if __name__ == "__main__":

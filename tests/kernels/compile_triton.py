@@ -99,9 +99,11 @@ def main() -> None:
     compile(
         "prefill-i8", attention_kernels.prefill, constants | {"SCALED": True}, tile.num_warps, tile.num_stages, "*i8"
     )
-    for name, shape, rows in (("few-rows", (1024, 4096, True, False, False), (16, 64, 128, 4, 4, 4, 256)),
-                              ("few-rows-gate", (4096, 28672, True, True, False), (16, 64, 128, 1, 4, 4, 128)),
-                              ("few-rows-add", (3072, 1024, False, False, True), (64, 32, 64, 8, 4, 4, 256))):  # fmt: skip
+    for name, shape, rows in (
+        ("few-rows", (1024, 4096, True, False, False), (16, 64, 128, 4, 4, 4, 256)),
+        ("few-rows-gate", (4096, 28672, True, True, False), (16, 64, 128, 1, 4, 4, 128)),
+        ("few-rows-add", (3072, 1024, False, False, True), (64, 32, 64, 8, 4, 4, 256)),
+    ):
         constants = few_rows.constants_of(*shape, few_rows.Tiling(*rows))
         compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
