@@ -69,10 +69,12 @@ def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
 
 def warm(depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling) -> None:
     """Compiles one variant into Triton's cache, as a launch would."""
-    half, single = torch.bfloat16, torch.float32
-    parts = (single, single, torch.int32) if tile.splits > 1 else (half, half, half)
-    pointers, constants = (half,) * 5 + parts + (1e-5,), few_rows.constants_of(depth, width, norm, gate, add, tile)
-    few_rows_kernels.product.warmup(*pointers, 1, depth, grid=(1,), **constants, **early(torch.device("cuda")))
+    half = torch.bfloat16
+    parts = (torch.float32, torch.int32) if tile.splits > 1 else (half, half)
+    constants = few_rows.constants_of(depth, width, gate, add, tile)
+    few_rows_kernels.product.warmup(
+        *(half,) * 4, *parts, 1, depth, grid=(1,), **constants, **early(torch.device("cuda"))
+    )
 
 
 def jobs(rows: list[int]) -> list[tuple]:
@@ -113,7 +115,6 @@ def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
     weights, x = [random(depth, width) * depth**-0.5 for _ in range(count)], random(num_rows, depth)
     end, ops = width // (1 + gate), TorchOps()
     scale, rest = torch.rand(depth, device="cuda", generator=g).to(torch.bfloat16) + 0.5, random(num_rows, end)
-    given = (scale, 1e-5) if norm else None
     shaped = [w.view(depth, 2, -1) if gate else w for w in weights]
     x64, w64 = x.double(), weights[0].double()
     if norm:
@@ -137,14 +138,16 @@ def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
         y = h @ w.view(depth, -1)
         return ops.gated_mlp_act(y.view(num_rows, 2, -1)) if gate else y
 
+    def own(tile: Tiling, add: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
+        return few_rows.product(ops.rms_norm(x, scale, 1e-5) if norm else x, w, tile, gate, add)
+
     us = graph_us([partial(plain, w) for w in shaped])
     found.append((us, "cuBLAS", 0.0))
     for tile in tilings(depth, width, gate, num_rows):
         poison = torch.full((num_rows, end), float("nan"), device="cuda", dtype=torch.bfloat16)
         del poison
-        off = error(few_rows.product(x, weights[0], tile, given, gate, rest.clone() if add else None))
-        rest_of = tile, given, gate, scratch if add else None
-        us = graph_us([partial(few_rows.product, x, w, *rest_of) for w in weights])
+        off = error(own(tile, rest.clone() if add else None, weights[0]))
+        us = graph_us([partial(own, tile, scratch if add else None, w) for w in weights])
         found.append((us, str(tuple(tile)), off))
     return found
 

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from . import few_rows_kernels as kernels
+from . import fused
 from .early import early
 from .few_rows_table import TABLE
 from .products import contraction
@@ -60,7 +61,10 @@ def tiling_of(num_rows: int, depth: int, width: int, gate: bool, device: torch.d
 def einsum(
     spec: str, x: Tensor, w: Tensor, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
 ) -> Tensor | None:
-    """The product `spec` with its neighbours, `add` consumed; None: it is not for these kernels."""
+    """The product `spec` with its neighbours, `add` consumed; None: it is not for these kernels.
+
+    The norm is a launch of its own: within the product, what turns x into its norm held the weight's loads up.
+    """
     shared, first = contraction(spec)
     if not first:
         return None
@@ -69,7 +73,8 @@ def einsum(
     tile = serves(plain_x, plain_w, gate)
     if tile is None:
         return None
-    y = product(plain_x, plain_w, tile, norm, gate, None if add is None else add.view(len(plain_x), -1))
+    plain_x = fused.rms_norm(plain_x, *norm) if norm else plain_x
+    y = product(plain_x, plain_w, tile, gate, None if add is None else add.view(len(plain_x), -1))
     return y.view(*free, *(tail[1:] if gate else tail))
 
 
@@ -80,35 +85,28 @@ def serves(x: Tensor, w: Tensor, gate: bool) -> Tiling | None:
     return tiling_of(len(x), *w.shape, gate, x.device)
 
 
-def constants_of(
-    depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling, single: bool = False
-) -> dict[str, Any]:
-    """What a variant is compiled with, on a GPU; `single`: in fp32."""
+def constants_of(depth: int, width: int, gate: bool, add: bool, tile: Tiling, single: bool = False) -> dict[str, Any]:
+    """What a variant is compiled with; `single`: in fp32."""
     end, whole = width // 2 if gate else width, triton.cdiv(depth, tile.splits)
     return {
-        "DEPTH": depth, "WIDTH": width, "NORM": norm, "GATE": gate, "ADD": add, "N": tile.columns, "D": tile.depth,
-        "Z": tile.splits, "EACH": triton.cdiv(whole, tile.depth) * tile.depth,
-        "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "AHEAD": tile.ahead,
-        "M": tile.rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "PRECISION": "ieee" if single else "tf32",
+        "DEPTH": depth, "WIDTH": width, "GATE": gate, "ADD": add, "N": tile.columns, "D": tile.depth, "Z": tile.splits,
+        "EACH": triton.cdiv(whole, tile.depth) * tile.depth, "AHEAD": tile.ahead,
+        "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "M": tile.rows,
+        "PRECISION": "ieee" if single else "tf32", "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
 
 
-def product(
-    x: Tensor, w: Tensor, tile: Tiling, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
-) -> Tensor:
-    """add + gate(rms_norm(x, *norm) @ w), of which there may be any; in add's memory where that is given."""
+def product(x: Tensor, w: Tensor, tile: Tiling, gate: bool, add: Tensor | None) -> Tensor:
+    """add + gate(x @ w), of which there may be either; in add's memory where that is given."""
     (num_rows, depth), (_, width) = x.shape, w.shape
     end = width // 2 if gate else width
     out = torch.empty((num_rows, end), dtype=x.dtype, device=x.device) if add is None else add
-    constants = constants_of(depth, width, norm is not None, gate, add is not None, tile, x.dtype == torch.float32)
-    tiles = triton.cdiv(end, tile.columns)
-    parts = squares = turns = x
+    constants = constants_of(depth, width, gate, add is not None, tile, x.dtype == torch.float32)
+    tiles, parts, turns = triton.cdiv(end, tile.columns), x, x
     if tile.splits > 1:
-        size = tiles * tile.splits * tile.rows
-        parts = torch.empty(size * tile.columns * (1 + gate), dtype=torch.float32, device=x.device)
-        squares, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)
-    scale, eps = norm or (x, 0.0)
-    pointers = x, w, scale, x if add is None else add, out, parts, squares, turns, eps
-    kernels.product[(tiles, tile.splits)](*pointers, num_rows, x.stride(0), **constants, **early(x.device))
+        size = tiles * tile.splits * tile.rows * tile.columns * (1 + gate)
+        parts, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)
+    kernels.product[(tiles, tile.splits)](
+        x, w, x if add is None else add, out, parts, turns, num_rows, x.stride(0), **constants, **early(x.device)
+    )
     return out

@@ -1,4 +1,4 @@
-"""Products of few rows in Triton, with what stands around them: the norm of x before, gate and sum behind.
+"""Products of few rows in Triton, with what stands behind them: a gate, a sum.
 
 Such a product is bound by reading its weight. So programs share the depth where columns alone would not fill the
 device (the last of a tile to arrive adds the parts up, always in the same order), and a program asks for its part of
@@ -43,12 +43,12 @@ def tile_of(w, d_D, n_N, WIDTH: tl.constexpr, DEPTH: tl.constexpr, END: tl.const
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    x, w, scale, add, out, parts, squares, turns, eps, num_rows, x_r,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    x, w, add, out, parts, turns, num_rows, x_r,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, EACH: tl.constexpr,
     EVEN: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, END] = add + gate(norm(x) @ w): NORM, GATE and ADD say what of it is there; w is [DEPTH, WIDTH].
+    """out [num_rows, END] = add + gate(x @ w): GATE and ADD say what of it is there; w is [DEPTH, WIDTH].
 
     Program (tile of columns, split of EACH of the depth). With GATE, columns n and END + n of w make column n. `turns`
     are zeros, and are left so.
@@ -65,24 +65,15 @@ def product(
     m_M, n_N, d_D = tl.arange(0, M), n0 + tl.arange(0, N), tl.arange(0, D)
     own_M = m_M < num_rows
     acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
-    square_MD = tl.zeros([M, D], tl.float32)
     for d0 in range(low, high, D):
         at_D = d0 + d_D
         mask_MD = own_M[:, None] if EVEN else own_M[:, None] & (at_D < DEPTH)[None, :]
         x_MD = tl.load(x + m_M[:, None] * x_r + at_D[None, :], mask=mask_MD, other=0.0)
-        if NORM:
-            x32_MD = x_MD.to(tl.float32)
-            square_MD += x32_MD * x32_MD
-            # as many as x has: a single row of it is too few bytes a thread to be loaded ahead
-            scale_MD = tl.load(scale + 0 * m_M[:, None] + at_D[None, :], mask=mask_MD, other=0.0)
-            # the size of a row is taken out behind the product
-            x_MD = (x32_MD * scale_MD.to(tl.float32)).to(x_MD.dtype)
         w_DN = tile_of(w, at_D, n_N, WIDTH, DEPTH, END, EVEN)
         acc_MN = tl.dot(x_MD, w_DN, acc_MN, input_precision=PRECISION)
         if GATE:
             u_DN = tile_of(w + END, at_D, n_N, WIDTH, DEPTH, END, EVEN)
             up_MN = tl.dot(x_MD, u_DN, up_MN, input_precision=PRECISION)
-    square_M = tl.sum(square_MD, 1)
     last = True
     if Z > 1:
         # [tile, split, what, row, column]
@@ -92,25 +83,17 @@ def product(
         tl.store(mine + here_MN, acc_MN)
         if GATE:
             tl.store(mine + M * N + here_MN, up_MN)
-        if NORM:
-            tl.store(squares + (tile * Z + z) * M + m_M, square_M)
         tl.debug_barrier()
         last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == Z - 1
         if last:
             tl.store(turns + tile, 0)
             acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
-            square_M = tl.zeros([M], tl.float32)
             for i in tl.static_range(Z):
                 one = parts + (tile * Z + i).to(tl.int64) * (KINDS * M * N)
                 acc_MN += tl.load(one + here_MN, cache_modifier=".cg")
                 if GATE:
                     up_MN += tl.load(one + M * N + here_MN, cache_modifier=".cg")
-                if NORM:
-                    square_M += tl.load(squares + (tile * Z + i) * M + m_M, cache_modifier=".cg")
     if last:
-        if NORM:
-            size_M = tl.rsqrt(square_M / DEPTH + eps)
-            acc_MN, up_MN = acc_MN * size_M[:, None], up_MN * size_M[:, None]
         if GATE:
             acc_MN = acc_MN / (1 + tl.exp(-acc_MN)) * up_MN
         at_MN = m_M[:, None] * END + n_N[None, :]

@@ -26,7 +26,7 @@ INTEGERS = {
     "prefixes",
     "turns",
 }
-FLOATS = {"parts", "peaks", "sums", "squares", "cos", "sin"}
+FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
 STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
 STRIDES |= {name.replace("K_", "V_", 1): size for name, size in STRIDES.items() if name.startswith("K_")}
@@ -100,9 +100,9 @@ def main() -> None:
         "prefill-i8", attention_kernels.prefill, constants | {"SCALED": True}, tile.num_warps, tile.num_stages, "*i8"
     )
     for name, shape, rows in (
-        ("few-rows", (1024, 4096, True, False, False), (16, 64, 128, 4, 4, 4, 256)),
-        ("few-rows-gate", (4096, 28672, True, True, False), (16, 64, 128, 1, 4, 4, 128)),
-        ("few-rows-add", (3072, 1024, False, False, True), (64, 32, 64, 8, 4, 4, 256)),
+        ("few-rows", (1024, 4096, False, False), (16, 64, 128, 4, 4, 4, 256)),
+        ("few-rows-gate", (4096, 28672, True, False), (16, 64, 128, 1, 4, 4, 128)),
+        ("few-rows-add", (3072, 1024, False, True), (64, 32, 64, 8, 4, 4, 256)),
     ):
         constants = few_rows.constants_of(*shape, few_rows.Tiling(*rows))
         compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
