@@ -22,7 +22,7 @@ FILL = 2  # programs a multiprocessor that a step in which all share one prefix 
 MOST = 16  # splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_s", "num_splits", "num_parts"])
 def prefix(
     q, k, v, tables, starts, members, lengths, parts, peaks, sums, scale, factor, table_s, num_splits, num_parts,
     k_scale, v_scale,
