@@ -191,7 +191,7 @@ def table(args: argparse.Namespace, values: dict[str, Any]) -> None:
                 ours, mark = found.get("tok_s", found.get("seconds")), MARKS[args.backend][model].get(part, "")
                 print(f"{model + ' ' + part:32}{ours:>16}{VLLM[model].get(part, ''):>12}{mark:>10}")
         if warm := values.get(f"{args.backend}/{model}/startup-warm"):
-            print(f"{model + ' startup, warm':32}{warm['seconds']:>16}{'-':>12}{WARM[args.backend][model]:>10}")
+            print(f"{model + ' startup, warm':32}{warm['seconds']:>16}{'-':>12}{WARM[args.backend].get(model, ''):>10}")
     for name, found in values.get(f"{args.backend}//attention", {}).items():
         print(
             f"{'attention ' + name:32}{found['rate']:>16}{found['unit']:>12}"
