@@ -91,9 +91,10 @@ class Shapes:
         if not exact:
             # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether
             recorded = graph_tokens is not None
-            few = (*powers(2, max_num_seqs, 16), 48, 96, 192) if recorded else powers(4, max_num_seqs, 16)
+            few = (*powers(2, max_num_seqs, 16), 48, 96, 192) if recorded else powers(4, max_num_seqs, 64)
             shared = tuple(sorted({n for n in few if n <= max_num_seqs}))
-            shared_tokens = powers(2 if recorded else 4, min(budget, graph_tokens or budget), 512)
+            most, least = min(budget, graph_tokens or budget), 512 if recorded else 1024
+            shared_tokens = powers(2 if recorded else 8, most, least)
         if not shared_prefixes or max_num_seqs == 1:
             shared = shared_tokens = ()
         return Shapes(
