@@ -63,4 +63,8 @@ def make_mesh(shape: Mapping[str, int], world: World, device: str) -> TorchMesh:
     mesh = TorchMesh(shape, world.rank, world.store, device)
     if world.team is not None:
         world.team.mail.abort = mesh.abort
+    if device == "cuda":
+        # NCCL connects now and not in a step, which could then not be recorded as a graph
+        mesh.all_reduce(torch.zeros(1, device=device), tuple(name for name, size in mesh.shape.items() if size > 1))
+        mesh.counts.clear()
     return mesh

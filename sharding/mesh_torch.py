@@ -67,9 +67,9 @@ class TorchMesh:
         if self.size(names) == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size(names))]
-        self._group(names).allgather([parts], [x]).wait()
-        whole = torch.cat(parts, dim)
+        stacked = x.new_empty((self.size(names) * x.shape[0], *x.shape[1:]))
+        self._group(names)._allgather_base(stacked, x).wait()
+        whole = torch.cat(stacked.split(x.shape[0]), dim)
         self._note("all-gather", names, whole)
         return whole
 
