@@ -1,4 +1,4 @@
-"""Commands of the laboratory: replay, explain, crosscheck, compare, simulate."""
+"""Commands of the laboratory: replay, explain, crosscheck, compare, certify, simulate."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command()(explain)
     app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(crosscheck)
     app.command(context_settings=TAKES_MORE, epilog="Other engine arguments go to both.")(compare)
+    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(certify)
     app.command()(simulate)
 
 
@@ -235,3 +236,25 @@ def _show_compared(found: Any) -> None:
     show(list(rows_of_prompts(found)), False, title="prompts: tokens of prompt and output; where B's part from A's")
     show(found.by_position(), False, title="KL(A || B) on A's tokens, nats")
     show(found.costs(), False, title="what it takes")
+
+
+def certify(
+    context: typer.Context,
+    backend: Annotated[str, typer.Argument(help="jax, torch, backend:attention, or FILE.py:NAME.")] = "auto",
+    model: Annotated[str | None, typer.Option(help="In place of the trace's model.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A golden trace; by default the shipped one, of SmolLM2.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Runs golden traces and says which guarantees hold on this machine. Exit status 1 if one is broken."""
+    with reporting(debug):
+        from .certify import certify as run
+
+        found = run(backend, model=model, trace=trace, **engine_arguments(context.args))
+        if as_json:
+            print(json.dumps([asdict(g) for g in found], indent=2))
+        else:
+            for g in found:
+                print(f"{'held' if g.held else 'BROKEN':6}  {g.name}: {g.evidence}")
+        if not all(g.held for g in found):
+            raise typer.Exit(1)

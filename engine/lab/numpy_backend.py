@@ -26,7 +26,11 @@ class NumpyBackend:
     def place(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
         return np.array(x, self._dtype(spec))
 
-    place_weight = place
+    place_weight = place_shard = place
+
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        """All of it."""
+        return ()
 
     def zeros(self, spec: ArraySpec) -> np.ndarray:
         return np.zeros(spec.shape, self._dtype(spec))

@@ -110,13 +110,27 @@ def _watched(steps: Sequence[Entry], bar: Progress) -> Iterator[Entry]:
 
 
 def _alone(steps: Iterator[Entry], parts: Parts) -> Replay:
-    num_steps = num_tokens = 0
+    num_steps = 0
+
+    def counted() -> Iterator[Entry]:
+        nonlocal num_steps
+        for step in steps:
+            yield step
+            num_steps += 1
+
+    num_tokens, difference = compare_steps(counted(), parts.runner)
+    return Replay(num_steps, num_tokens, difference, [])
+
+
+def compare_steps(steps: Iterator[Entry], runner: Runner) -> tuple[int, Difference | None]:
+    """Runs logged steps again. Returns how many tokens were equal, and the first token or digest that is not."""
+    num_tokens = 0
     for step in steps:
-        result = parts.runner.launch(step.plan, step.mask).result()
+        result = runner.launch(step.plan, step.mask).result()
         if difference := _first_difference(step, result):
-            return Replay(num_steps, num_tokens, difference, [])
-        num_steps, num_tokens = num_steps + 1, num_tokens + len(result.token_ids)
-    return Replay(num_steps, num_tokens, None, [])
+            return num_tokens, difference
+        num_tokens += len(result.token_ids)
+    return num_tokens, None
 
 
 def _first_difference(step: Entry, result: StepResult) -> Difference | None:
