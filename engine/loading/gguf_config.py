@@ -14,7 +14,10 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+MIXTURES = ("llama", "qwen2moe", "qwen3moe")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # factors of the rotary frequencies: a table that lies among the weights
 ROPE_FREQS = "rope_freqs.weight"
@@ -70,15 +73,41 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     _refuse_others(file, config["head_dim"])
-    return config | _window(file) | _dtype(file)
+    return config | _window(file) | _experts(file) | _dtype(file)
 
 
 def _refuse_others(file: GGUFFile, head_dim: int) -> None:
-    if num_experts := number(file, "expert_count", 0):
-        raise NotImplementedError(f"{file.path}: expert_count {num_experts}; GGUF files of dense models are supported")
+    if architecture_of(file) not in MIXTURES and (num_experts := number(file, "expert_count", 0)):
+        raise NotImplementedError(f"{file.path}: expert_count {num_experts} in architecture {architecture_of(file)!r}")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := number(file, key, head_dim)) != head_dim:
             raise NotImplementedError(f"{file.path}: {key} {found} differs from the head dim {head_dim}")
+
+
+def _experts(file: GGUFFile) -> dict[str, Any]:
+    """What a config says of experts. Whether weights are normalised the file does not say: the architecture does."""
+    architecture, num_experts = architecture_of(file), number(file, "expert_count", 0)
+    if not num_experts:
+        return {}
+    chosen = {"num_experts_per_tok": number(file, "expert_used_count")}
+    if architecture == "llama":
+        # llama.cpp's Llama may have experts; Hugging Face's Mixtral is that
+        mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        return mixtral | chosen | {"num_local_experts": num_experts}
+    # by the tensors: not every converter has written the lengths
+    dims = {"moe_intermediate_size": _rows(file, "ffn_gate_exps", 1)}
+    if architecture == "qwen2moe":
+        dims["shared_expert_intermediate_size"] = _rows(file, "ffn_gate_shexp", 0)
+        dims["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    return chosen | dims | {"num_experts": num_experts, "norm_topk_prob": architecture == "qwen3moe"}
+
+
+def _rows(file: GGUFFile, name: str, axis: int) -> int:
+    """A dim of the first layer's tensor of that name."""
+    found = [t.shape[axis] for full, t in file.tensors.items() if full.endswith(f".{name}.weight")]
+    if not found:
+        raise ValueError(f"{file.path}: expected tensors {name}, found none")
+    return found[0]
 
 
 def _shortest(x: float) -> float:

@@ -119,8 +119,8 @@ def test_rope_scaling_of_the_metadata_is_kept(tmp_path):
 @pytest.mark.parametrize(
     "architecture, more, message",
     [
-        ("gemma3", {}, "architecture 'gemma3' is not one of llama, qwen2, qwen3"),
-        ("llama", {"expert_count": 8}, "expert_count 8"),
+        ("gemma3", {}, "architecture 'gemma3' is not one of llama, qwen2, qwen3, qwen2moe, qwen3moe"),
+        ("qwen3", {"expert_count": 8}, "expert_count 8 in architecture 'qwen3'"),
         ("llama", {"rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope'"),
         ("llama", {"attention.head_count_kv": [2, 4]}, "head_count_kv differs from layer to layer"),
         ("llama", {"attention.value_length": 16}, "value_length 16 differs from the head dim 32"),
