@@ -111,7 +111,7 @@ def weights_of(e: int, mixture: Mixture, at: str) -> dict[str, Weight]:
         ),
         "experts_down": Weight(
             ArraySpec((x, f, e), ("experts", "expert_mlp", None)),
-            fuse(0, *((f"{name}down_proj.weight", "e f -> 1 f e") for name in experts)),
+            Fuse(tuple(fuse(0, (f"{name}down_proj.weight", "e f -> 1 f e")) for name in experts)),
         ),
     }
     if mixture.routing.scoring == "sigmoid":

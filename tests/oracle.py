@@ -22,7 +22,10 @@ class Host:
     def place(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
         return np.asarray(x)
 
-    place_weight = place
+    place_weight = place_shard = place
+
+    def shard(self, spec: ArraySpec) -> tuple[slice, ...]:
+        return ()
 
     def place_repeated(self, x: np.ndarray, spec: ArraySpec) -> np.ndarray:
         return self.place_weight(np.resize(x, spec.shape), spec)

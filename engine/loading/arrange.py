@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from einops import EinopsError, rearrange, repeat
@@ -16,6 +18,7 @@ from .tree import Leaf, names_of
 
 # numbers copied at once: strided copies are up to four times faster in pieces that the processor's cache holds
 BLOCK = 1 << 16
+THREADS = os.cpu_count() or 1
 
 
 def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int], window: tuple[slice, ...] = ()) -> np.ndarray:
@@ -49,6 +52,7 @@ def place_parts(
     fill. A part that is fused itself fills what is left of the axis evenly with those behind it.
     """
     axis, at, own = fuse.axis, 0, window[fuse.axis]
+    fused: list[tuple[np.ndarray, tuple[int, ...], tuple[slice, ...], Fuse]] = []
     for i, part in enumerate(fuse.parts):
         x = fit(source.get(part.name), part, sizes) if isinstance(part, Part) else None
         size = x.shape[axis] if x is not None else (shape[axis] - at) // (len(fuse.parts) - i)
@@ -63,10 +67,28 @@ def place_parts(
                 copy_into(place, x[inner])
             elif not isinstance(part, Fuse):
                 place[...] = 0
-            elif place_parts(place, whole, inner, part, path, source, sizes) != whole[part.axis]:
-                raise ValueError(f"{', '.join(names_of(part))} do not fill {whole} of {path}")
+            else:
+                fused.append((place, whole, inner, part))
         at += size
+    # experts: there may be hundreds of them, and copying is what takes its time
+    with ThreadPoolExecutor(min(THREADS, len(fused)) or 1) as pool:
+        for done in [pool.submit(fill, *one, path, source, sizes) for one in fused]:
+            done.result()
     return at
+
+
+def fill(
+    place: np.ndarray,
+    shape: tuple[int, ...],
+    window: tuple[slice, ...],
+    fuse: Fuse,
+    path: str,
+    source: TensorSource,
+    sizes: Mapping[str, int],
+) -> None:
+    """Fills all of `place`, or raises ValueError naming what does not."""
+    if place_parts(place, shape, window, fuse, path, source, sizes) != shape[fuse.axis]:
+        raise ValueError(f"{', '.join(names_of(fuse))} do not fill {shape} of {path}")
 
 
 def fit(x: np.ndarray, part: Part, sizes: Mapping[str, int]) -> np.ndarray:
