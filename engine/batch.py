@@ -182,7 +182,7 @@ def step_input(
 
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
     """
-    scratch, counts = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks]
+    scratch, counts, chunk_rows = len(tables[0]) - 1, [c.num_tokens for c in plan.chunks], [c.row for c in plan.chunks]
     # all hidden rows come out of mixed steps only, and cuts are made there: less of each size of a decode step
     given = embeds and [c for c in plan.chunks if c.request_id in embeds and c.start < len(embeds[c.request_id].rows)]
     decode = max(counts) == 1 and not plan.reads and not given and not plan.cuts
@@ -190,7 +190,7 @@ def step_input(
     tokens = seqs if decode else at_least(shapes.tokens, sum(counts))
     shared: tuple[SharedPrefixes | None, ...] = ()
     if prefixes and not given:
-        single = np.array([c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)
+        single = np.array(chunk_rows if decode else [c.row if c.num_tokens == 1 else -1 for c in plan.chunks], np.int32)
         saved = prefixes.find(plan.chunks, single, tables)
         wide = next((n for n in (shapes.shared if decode else shapes.shared_tokens) if n >= sum(counts)), None)
         if wide is not None and worth_it(saved, wide - tokens):
@@ -198,7 +198,7 @@ def step_input(
             shared = prefixes.lay_out(seqs)
     longest = max(c.start + c.num_tokens for c in plan.chunks)
     width = at_least(shapes.widths, -(-longest // block_size))
-    rows = padded([c.row for c in plan.chunks], seqs, scratch)
+    rows = padded(chunk_rows, seqs, scratch)
     starts = np.zeros(seqs + 1, np.int32)
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
     extra = {NAME: _given_rows(plan, starts, tokens, embeds)} if given else {}

@@ -156,7 +156,7 @@ def decode(
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
-    prefixes[s] keys are read elsewhere (shared.py), and of its num_parts parts only the first are made here.
+    prefixes[s] keys are read elsewhere (shared_prefix.py), and of its num_parts parts only the first are made here.
     """
     take_turn(EARLY)
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
