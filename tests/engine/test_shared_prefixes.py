@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from backends import BACKENDS
-from tiny import GREEDY, PROMPTS, engine, tokens
+from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import shared_prefixes
 from octavo.engine.batch import Shapes, step_input
+from octavo.engine.lab.replay import replay
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.shared_prefixes import SPARE_TILES, TILE, PrefixFinder, laid_out, worth_it
 
@@ -205,3 +207,15 @@ def test_nothing_is_compiled_after_a_warm_up(backend: str) -> None:
     got = tokens(llm, prompts, replace(GREEDY, max_tokens=9))
     assert llm.backend.num_compiles() == before
     assert got == tokens(engine(**more, disable_cascade_attn=True), prompts, replace(GREEDY, max_tokens=9))
+
+
+@pytest.mark.usefixtures("anything_goes")
+@pytest.mark.parametrize("backend", EACH)
+def test_a_run_that_shares_is_replayed_bit_for_bit(backend: str, tmp_path: Path) -> None:
+    """Plans say nothing of it: it is read off the tables again."""
+    log, model, weights = tmp_path / "log", spec_of(TINY), numpy_weights(TINY)
+    llm = engine(backend=backend, attention="reference", step_log=str(log))
+    tokens(llm, PROMPTS[2:7], replace(GREEDY, max_tokens=6))
+    assert llm.runner.prefixes is not None and llm.runner.shapes.shared
+    found = replay(log, model=model, weights=weights)
+    assert found.ok and found.num_tokens == 30, found
