@@ -21,7 +21,10 @@ from octavo.models.layouts import H2O, LAYOUTS, SnapKV, StreamingLLM
 from octavo.models.layouts.evicting import left
 
 logging.getLogger("octavo").setLevel(logging.ERROR)
-BOTH = pytest.mark.parametrize("backend", BACKENDS)
+# compiling takes its time
+BOTH = pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=() if b == "torch" else pytest.mark.slow) for b in BACKENDS]
+)
 SMALL: dict[str, tuple[Any, sim.Rule]] = {
     "streaming": (StreamingLLM(4, window=9, sinks=3), sim.streaming(9, 3)),
     "streaming, no sinks": (StreamingLLM(8, window=6, sinks=0), sim.streaming(6, 0)),
@@ -218,7 +221,7 @@ def test_wrong_fields_are_refused(make, message):
         make()
 
 
-@BOTH
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("keeps", [Keeps(budget=12, section=4), Keeps(budget=9), Keeps(budget=7, rolling=False)])
 def test_the_device_counts_as_the_host_does(backend, keeps):
     xp = get_backend(backend).ops.xp
