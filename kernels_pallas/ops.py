@@ -69,6 +69,14 @@ class JaxOps:
         ops._attention, ops._layers, ops._normed = self._attention.for_step(steps), {}, []
         return ops
 
+    def places(self, fn: Callable, *args: Any) -> dict[str, jax.Array]:
+        """fn(rows, inputs, group, block_size, ops): where a step's tokens belong."""
+        return fn(*args, self)
+
+    def last_rows(self, fn: Callable, *args: Any) -> jax.Array:
+        """fn(x_TE, inputs, max_num_seqs, ops): the last row of each sequence."""
+        return fn(*args, self)
+
     def layer(self, fn: Callable) -> Callable:
         """A ModelSpec's `layer` as a program within the step's, so that layers alike are traced and lowered once.
 

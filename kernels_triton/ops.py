@@ -16,9 +16,9 @@ from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import expert_kernels, few_rows, fused
+    from . import derive, expert_kernels, few_rows, fused
 else:
-    expert_kernels = few_rows = fused = None
+    derive = expert_kernels = few_rows = fused = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -219,6 +219,18 @@ class TorchOps:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
+
+    def places(self, fn: Callable, rows: dict[str, Tensor], inputs: Any, group: int, size: int) -> dict[str, Tensor]:
+        """fn(rows, inputs, group, block_size, ops): where a step's tokens belong."""
+        if derive and rows["tokens"].is_cuda:
+            return derive.derive(rows, inputs, group, size)
+        return fn(rows, inputs, group, size, self)
+
+    def last_rows(self, fn: Callable, x_TE: Tensor, inputs: Any, max_num_seqs: int) -> Tensor:
+        """fn(x_TE, inputs, max_num_seqs, ops): the last row of each sequence."""
+        if derive and x_TE.is_cuda:
+            return derive.last_rows(x_TE, inputs, max_num_seqs)
+        return fn(x_TE, inputs, max_num_seqs, self)
 
     def layer(self, fn: Callable) -> Callable:
         """A ModelSpec's `layer` as it is: torch traces nothing."""

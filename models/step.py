@@ -24,8 +24,8 @@ from .logit_edits import LogitsProcessor
 from .taps import TappedOps, Taps
 
 
-def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
-    """Positions, ids and slots of a step's tokens, from what the rows know. So the host may plan ahead of tokens."""
+def places(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ops: Any) -> dict[str, Array]:
+    """Positions, ids and slots of a step's tokens, by their names in Step."""
     xp, starts, table = ops.xp, inputs.query_starts_S1, inputs.block_tables[group]
     token_T = ops.arange(inputs.num_tokens, like=starts)
     # how many sequences end at or before a token: by comparing them all, which no GPU has to loop for
@@ -34,21 +34,28 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
     real_T = token_T < starts[-1]
     computed_S = rows["num_computed"][inputs.rows_S]
     pos_T = xp.where(real_T, computed_S[seq_T] + token_T - starts[seq_T], 0)
+    return {
+        "token_ids_T": xp.where(real_T, rows["tokens"][inputs.rows_S[seq_T], pos_T], 0),
+        "positions_T": pos_T,
+        "seq_ids_T": seq_T,
+        "is_real_T": real_T,
+        "blocks_T": xp.where(real_T, table[seq_T, pos_T // block_size], 0),
+        "offsets_T": pos_T % block_size,
+        "lengths_S": computed_S + starts[1:] - starts[:-1],
+        "prompt_lens_S": rows["prompt_len"][inputs.rows_S],
+    }
+
+
+def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: int, ropes: dict, ops: Any) -> Step:
+    """The step from what the rows know. So the host may plan ahead of tokens."""
     return Step(
-        token_ids_T=xp.where(real_T, rows["tokens"][inputs.rows_S[seq_T], pos_T], 0),
-        positions_T=pos_T,
-        seq_ids_T=seq_T,
-        is_real_T=real_T,
-        blocks_T=xp.where(real_T, table[seq_T, pos_T // block_size], 0),
-        offsets_T=pos_T % block_size,
-        lengths_S=computed_S + starts[1:] - starts[:-1],
-        query_starts_S1=starts,
-        block_tables_SB=table,
+        **ops.places(places, rows, inputs, group, block_size),
+        query_starts_S1=inputs.query_starts_S1,
+        block_tables_SB=inputs.block_tables[group],
         decode=inputs.decode,
         ropes=ropes,
         extra=inputs.extra,
         shared=inputs.shared[group] if inputs.shared else None,
-        prompt_lens_S=rows["prompt_len"][inputs.rows_S],
         rows_S=inputs.rows_S,
     )
 
@@ -108,7 +115,7 @@ def forward(
     The hidden rows are padded to [max_num_seqs, E], so that the head's shapes do not depend on the step's.
     """
     x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout)
-    return last_rows(x_TE, inputs, max_num_seqs, ops), cache
+    return ops.last_rows(last_rows, x_TE, inputs, max_num_seqs), cache
 
 
 def forward_all(
@@ -130,7 +137,7 @@ def forward_all(
     if taps and taps.wants("norm"):
         taps.keep("norm", model.norm(weights, x_TE, ops))
     tapped = taps.found if taps else {}
-    return last_rows(x_TE, inputs, max_num_seqs, ops), {"last": x_TE} | tapped, cache
+    return ops.last_rows(last_rows, x_TE, inputs, max_num_seqs), {"last": x_TE} | tapped, cache
 
 
 def last_rows(x_TE: Array, inputs: StepInput, max_num_seqs: int, ops: Any) -> Array:

@@ -21,6 +21,12 @@ class NumpyOps:
     def for_step(self, steps: Sequence[Any]) -> NumpyOps:
         return self
 
+    def places(self, fn: Callable, *args: Any) -> dict[str, Array]:
+        return fn(*args, self)
+
+    def last_rows(self, fn: Callable, *args: Any) -> Array:
+        return fn(*args, self)
+
     def layer(self, fn: Callable) -> Callable:
         return fn
 

@@ -9,7 +9,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels_triton import attention_kernels, few_rows, few_rows_kernels, fused, shared_prefix, triton_attention
+from octavo.kernels_triton import (
+    attention_kernels,
+    derive,
+    few_rows,
+    few_rows_kernels,
+    fused,
+    shared_prefix,
+    triton_attention,
+)
 from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
@@ -25,6 +33,11 @@ INTEGERS = {
     "members",
     "prefixes",
     "turns",
+    "tokens",
+    "computed",
+    "prompts",
+    "rows",
+    "table",
 }
 FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
@@ -42,7 +55,9 @@ def compile(
     name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3, cache: str = "*bf16"
 ) -> None:
     def kind(argument: str) -> str:
-        if argument in INTEGERS:
+        if argument == "real_out":
+            return "*i1"
+        if argument in INTEGERS or argument.endswith("s_out"):
             return "*i32"
         if argument in FLOATS:
             return "*fp32"
@@ -106,6 +121,8 @@ def main() -> None:
     ):
         constants = few_rows.constants_of(*shape, few_rows.Tiling(*rows))
         compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
+    compile("derive", derive.derive_kernel, {"L": 4352, "P": 16, "B": derive.TOKENS, "C": derive.SEQS})
+    compile("last_rows", derive.last_rows_kernel, {"E": 4096, "B": 1024})
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
