@@ -15,6 +15,7 @@ from typing import Any
 from octavo.engine.lab.plant import change_layer, change_plans
 from octavo.engine.plan import Plan, Transfer
 from octavo.models.interface import Rope
+from octavo.models.layouts import Int8
 
 
 def wrong_rope(make: Callable[..., Any], name: str = "torch:cpu") -> Any:
@@ -83,4 +84,29 @@ def stale_block(make: Callable[..., Any]) -> Any:
         return replace(plan, transfers=(*plan.transfers, *stale))
 
     change_plans(engine, change)
+    return engine
+
+
+def wrong_scale(make: Callable[..., Any]) -> Any:
+    """The int8 layout of layer 5 keeps scales of its second kv head's keys that are 2 % too large."""
+
+    class Wrong(Int8):
+        def attention(self, ops: Any, cache: Any, parts: Any, step: Any, spec: Any) -> Any:
+            return super().attention(WrongOps(ops), cache, parts, step, spec)
+
+    class WrongOps:
+        def __init__(self, ops: Any):
+            self.ops = ops
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.ops, name)
+
+        def rope_write(self, q: Any, new: Any, *rest: Any) -> Any:
+            scale_TK, xp = new["k_scale"], self.ops.xp
+            head_K = self.ops.arange(scale_TK.shape[1], like=rest[-1].blocks_T)
+            return self.ops.rope_write(q, new | {"k_scale": xp.where(head_K == 1, scale_TK * 1.02, scale_TK)}, *rest)
+
+    engine = make("torch:reference", layout="int8")
+    wrong = Wrong(engine.runner.block_size)
+    change_layer(engine, 5, lambda layer: lambda *args: layer(*args[:-1], wrong))
     return engine

@@ -7,7 +7,8 @@ import numpy as np
 from ..plan import Chunk
 from .subjects import CachedSubject
 
-APART = 1e-3  # relative to the greatest number of the block; content that was computed twice is far nearer
+# relative to the greatest number of the block; content that was computed twice is far nearer, where nothing rounds it
+APART, APART_ROUNDED = 1e-3, 3e-1
 
 
 def wrong_entry(found: CachedSubject, wanted: CachedSubject, layer: int, chunk: Chunk) -> str | None:
@@ -32,7 +33,7 @@ def wrong_content(found: CachedSubject, wanted: CachedSubject, layer: int, chunk
     for i, (j, block) in enumerate(zip(places, blocks, strict=True)):
         for name in theirs:
             error = _apart(mine[name][i], theirs[name][i])
-            if error > APART:
+            if error > (APART_ROUNDED if found.rounds else APART):
                 return f"block {j} of the sequence (physical {block}) holds other {name!r}: relative error {error:.1e}"
     return None
 

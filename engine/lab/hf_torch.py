@@ -19,7 +19,7 @@ class HfSubject:
     transformers puts the final norm on the rows of the last layer; the logits stand for them.
     """
 
-    name, dtype, has_cache = "hf", "float32", False
+    name, dtype, has_cache, rounds = "hf", "float32", False, False
 
     def __init__(self, model: Any):
         try:

@@ -37,6 +37,11 @@ class Subject(Protocol):
         """Whether there are block tables and a cache to look into."""
         ...
 
+    @property
+    def rounds(self) -> bool:
+        """Whether its cache holds keys and values in another dtype than they are computed in."""
+        ...
+
     def learn(self, sequences: dict[str, list[int]]) -> None:
         """Makes ready to be shown the steps of these sequences, known by request id."""
         ...
@@ -77,6 +82,8 @@ class EngineSubject:
     def __init__(self, name: str, parts: Parts | LLM):
         self.name, self.parts, self.runner, self.dtype = name, parts, parts.runner, parts.config.dtype
         self.block_size, self.teller = parts.runner.block_size, Teller(parts.runner)
+        specs = parts.layout.spec(parts.model.attention[0], 2).values()
+        self.rounds = any(s.dtype is not None for s in specs)
         compile = parts.backend.compile
         self.logits = compile(_logits(parts.model), ("weights", "hidden"), ("logits", "hidden"), "hidden")
 
@@ -163,6 +170,10 @@ class RemoteSubject:
     @property
     def dtype(self) -> str:
         return self.remote.call("dtype")
+
+    @property
+    def rounds(self) -> bool:
+        return self.remote.call("rounds")
 
     @property
     def block_size(self) -> int:

@@ -22,6 +22,7 @@ from octavo.engine.lab.errors import Error, kl_divergence, ulp_bits
 from octavo.engine.lab.plant import change_layer, change_plans
 from octavo.engine.lab.subjects import make_subject
 from octavo.engine.plan import Plan, Transfer
+from octavo.models.layouts import Int8
 
 SOME = [SHARED + [3, 4], [1, 5, 9, 2], PROMPTS[3], SHARED + [3, 9]]
 LAYERS = 4
@@ -107,6 +108,37 @@ def test_a_fault_is_named_by_layer_and_op(name, n, op, which):
     assert found.verdict.startswith(f"layer {n}, {op}: relative error")
 
 
+def wrong_int8(backend: str, factor: float) -> Callable[..., Any]:
+    """Layer 2 of an int8 layout keeps scales of kv head 1's keys that are off."""
+
+    class Wrong(Int8):
+        def attention(self, ops: Any, cache: Any, parts: Any, step: Any, spec: Any) -> Any:
+            return super().attention(ScalingOps(ops, factor), cache, parts, step, spec)
+
+    def broken(make: Callable[..., Any]) -> Any:
+        subject = make(f"{backend}:reference")
+        wrong = Wrong(subject.block_size)
+        change_layer(subject, 2, lambda layer: lambda *args: layer(*args[:-1], wrong))
+        return subject
+
+    return broken
+
+
+class ScalingOps:
+    """ops, but for the scales that rope_write is given."""
+
+    def __init__(self, ops: Any, factor: float):
+        self.ops, self.factor = ops, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
+
+    def rope_write(self, q: Any, new: Any, *rest: Any) -> Any:
+        scale_TK, head_K = new["k_scale"], self.ops.arange(2, like=rest[-1].blocks_T)
+        new = new | {"k_scale": self.ops.xp.where(head_K == 1, scale_TK * self.factor, scale_TK)}
+        return self.ops.rope_write(q, new, *rest)
+
+
 def wrong_block(make: Callable[..., Any]) -> Any:
     """Of the first request's table, block 2 becomes block 1."""
 
@@ -138,6 +170,21 @@ def stale_block(make: Callable[..., Any]) -> Any:
 
     change_plans(subject, change)
     return subject
+
+
+scale_of_head, scale_of_head_last = wrong_int8(BACKENDS[0], 1.02), wrong_int8(BACKENDS[-1], 1.02)
+
+
+@pytest.mark.parametrize("which", ["", "_last"], ids=[BACKENDS[0], f"{BACKENDS[-1]}-last"])
+def test_a_scale_that_is_off_by_2_percent_is_named_and_rounding_is_not(which):
+    """Codes of 8 bits differ by one where a number lies between two: no fault, however far it has gone on."""
+    backend = BACKENDS[-1] if which else BACKENDS[0]
+    names = "oracle", f"{backend}:reference", f"{__file__}:scale_of_head{which}"
+    right, wrong = check(*names, layout="int8", free_running=False, separate=False)
+    assert right.ok, right.verdict
+    assert wrong.fault is not None and (wrong.fault.layer, wrong.fault.op) == (2, "rope.k_scale")
+    assert wrong.fault.block is not None and wrong.fault.block.startswith("kv head 1")
+    assert 0.015 < wrong.fault.error < 0.025
 
 
 def test_a_wrong_entry_of_a_block_table_is_named():
@@ -237,6 +284,7 @@ FAULTS = Path(__file__).parents[3] / "examples" / "faults.py"
         ("wrong_epsilon", "", "layer 12, attn_norm: relative error"),
         ("wrong_block", "", "block 2 of the sequence: the block table has"),
         ("stale_block", "--max-num-seqs 1", "block 1 of the sequence"),
+        ("wrong_scale", "--layout int8", "layer 5, rope.k_scale: relative error"),
     ],
 )
 def test_a_fault_in_smollm2_is_named_in_the_first_line_of_one_command(fault, options, says):
