@@ -242,7 +242,8 @@ def plan(
         found = _memory_plan(config)
         shown, n = dataclasses.asdict(found), found.max_num_seqs
         shown["collectives"] = [
-            dataclasses.asdict(c) | {"step_bytes": c.count * c.bytes_of(n, n)} for c in found.collectives
+            dataclasses.asdict(c) | {"step_bytes": 0 if c.seldom else c.count * c.bytes_of(n, n)}
+            for c in found.collectives
         ]
         if found.num_devices == 1:
             del shown["stages"], shown["collectives"]

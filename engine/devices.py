@@ -24,6 +24,7 @@ class Collective:
     count: int
     of_rows: bool  # of sampled rows, not of tokens
     bytes_each: int  # a token or row
+    seldom: bool = False  # instead of "tokens", in steps whose sampling has to see all logits (decision 025)
 
     def bytes_of(self, num_tokens: int, num_rows: int) -> int:
         """Bytes of one of them in a step of padded sizes."""
@@ -66,10 +67,11 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
     dim = model.weights["embed"].shape[1]
     found: list[Collective] = []
 
-    def note(kind: str, where: str, axes: Sequence[str], count: int, of_rows: bool, bytes_each: int) -> None:
+    def note(kind: str, where: str, axes: Sequence[str], count: int, of_rows: bool, bytes_each: int,
+             seldom: bool = False) -> None:  # fmt: skip
         shared = (name for axis in axes for name in as_tuple(config.rules.get(axis)) if config.mesh_shape[name] > 1)
         if count and (names := tuple(dict.fromkeys(shared))):
-            found.append(Collective(kind, where, names, count, of_rows, bytes_each))
+            found.append(Collective(kind, where, names, count, of_rows, bytes_each, seldom))
 
     if _is_split(model.weights["embed"], sizes):
         note("all-reduce", "embed", ["vocab"], 1, False, dim * itemsize)
@@ -85,7 +87,9 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
     note("all-reduce", "experts", ["experts", "expert_mlp"], mixed, False, dim * wide)
     table = model.weights.get("unembed", model.weights["embed"])
     if _is_split(table, sizes):
-        note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize)
+        # each device's best: bits of a float32, and an int32 id
+        note("all-gather", "tokens", ["vocab"], 1, True, 8 * sizes["vocab"])
+        note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize, True)
     if config.pipeline_parallel_size > 1:
         found.append(Collective("send", "stages", ("pp",), config.pipeline_parallel_size - 1, False, dim * itemsize))
     return found

@@ -15,12 +15,15 @@ def murmur(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def gumbel(keys_R2: jax.Array, index_R: jax.Array, size: int) -> jax.Array:
-    """-log(-log1p(-u)) for u = (hash + 0.5) / 2^32, hash folded from request key, output index and token id."""
+def gumbel(keys_R2: jax.Array, index_R: jax.Array, size: int, first: jax.Array | int = 0) -> jax.Array:
+    """-log(-log1p(-u)) for u = (hash + 0.5) / 2^32, hash folded from request key, output index and token id.
+
+    For the ids first .. first + size - 1.
+    """
     key_R2, index_R = keys_R2.astype(jnp.uint32), index_R.astype(jnp.uint32)
     k0_R = murmur(key_R2[:, 0] ^ (index_R * jnp.uint32(GOLDEN)))
     k1_R = murmur(key_R2[:, 1] ^ k0_R)
-    token_V = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(GOLDEN)
+    token_V = (jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(first)) * jnp.uint32(GOLDEN)
     h_RV = murmur(murmur(token_V[None] ^ k0_R[:, None]) ^ k1_R[:, None])
     u_RV = (h_RV.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     # rounding may reach 1, where the noise would be -inf even for the only token that is left

@@ -59,6 +59,7 @@ class JaxOps:
             raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
         self.mode, self.rules, self.mesh = mode, rules or {}, mesh
         self.experts_in_turn = experts_in_turn
+        self.left: str | None = None
         self._attention = AttentionOp(attention, mode)
         self._layers: dict[Any, Callable] = {}
         self._normed: list = []  # what qk_norm made last, and of what
@@ -154,13 +155,26 @@ class JaxOps:
         names = self.shards(axis)
         return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
 
+    def leaving(self, axis: str) -> JaxOps:
+        """The same ops, for which `constrain` leaves that logical axis as it lies: `argmax`, `gumbel`, `trim` know."""
+        ops = copy.copy(self)
+        ops.left = axis if self.shards(axis) else None
+        return ops
+
+    def trim(self, x: jax.Array, axis: str, size: int) -> jax.Array:
+        """x without what its last axis, a logical one, has beyond `size`; of one that was left, that is -inf."""
+        if axis != self.left:
+            return x[..., :size]
+        place = jnp.arange(x.shape[-1]) + self.axis_index(axis) * x.shape[-1]
+        return jnp.where(place < size, x, -float("inf"))
+
     def constrain(self, x: jax.Array, now: Axes, then: Axes) -> jax.Array:
         """x laid out as `then` says; `now` is how it lies."""
         if self.mode == "auto":
             spec = jax.P(*(self.rules.get(axis) for axis in then))
             return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, spec))
         for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-            if not self.shards(b):
+            if not self.shards(b) and (a is None or a != self.left):
                 x = self.all_gather(x, a, dim)
         return x
 
@@ -334,9 +348,15 @@ class JaxOps:
         """
         return tally(ids_RM, values_RM, size, used)
 
-    def argmax(self, x: jax.Array) -> jax.Array:
-        """int32 index of the greatest along the last axis; the first of equals."""
-        return jnp.argmax(x, -1).astype(jnp.int32)
+    def argmax(self, x: jax.Array, axis: str | None = None) -> jax.Array:
+        """int32 index of the greatest along the last axis, the logical `axis`; the first of equals."""
+        at = jnp.argmax(x, -1).astype(jnp.int32)
+        if axis is None or axis != self.left:
+            return at
+        best = self.ordered_bits(jnp.max(x, -1).astype(jnp.float32))
+        mine = jnp.stack([best, at + self.axis_index(axis) * x.shape[-1]], -1)[None]
+        best, at = jnp.moveaxis(self.all_gather(mine, axis, 0), -1, 0)
+        return jnp.take_along_axis(at, jnp.argmax(best, 0)[None], 0)[0]
 
     def logsumexp(self, x: jax.Array) -> jax.Array:
         """log of the sum of exponentials over the last axis."""
@@ -362,9 +382,12 @@ class JaxOps:
         least = jnp.int32(-(2**31))
         return jax.lax.fori_loop(0, 32, body, jnp.full(jax.eval_shape(holds, least).shape, least))
 
-    def gumbel(self, keys_R2: jax.Array, index_R: jax.Array, size: int) -> jax.Array:
-        """[R, size] noise for (request key, output index, token id), the same in any batch and in both rooms."""
-        return gumbel(keys_R2, index_R, size)
+    def gumbel(self, keys_R2: jax.Array, index_R: jax.Array, size: int, axis: str | None = None) -> jax.Array:
+        """[R, size] noise for (request key, output index, token id), the same in any batch and in both rooms.
+
+        Of a logical axis that was left, that of this shard's ids.
+        """
+        return gumbel(keys_R2, index_R, size, self.axis_index(axis) * size if axis and axis == self.left else 0)
 
     def digest(self, logits_RV: jax.Array) -> jax.Array:
         """int32 hash of each row's float32 bits, equal in both rooms."""

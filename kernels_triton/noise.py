@@ -7,12 +7,15 @@ import torch
 Tensor = torch.Tensor
 
 
-def gumbel(keys_R2: Tensor, index_R: Tensor, size: int) -> Tensor:
-    """-log(-log1p(-u)), u = (h + 0.5) / 2^32, h the murmur3 finaliser over key, output index and token id."""
+def gumbel(keys_R2: Tensor, index_R: Tensor, size: int, first: int = 0) -> Tensor:
+    """-log(-log1p(-u)), u = (h + 0.5) / 2^32, h the murmur3 finaliser over key, output index and token id.
+
+    For the ids first .. first + size - 1.
+    """
     golden = signed(0x9E3779B9)
     k0_R = murmur(keys_R2[:, 0] ^ (index_R * golden))
     k1_R = murmur(keys_R2[:, 1] ^ k0_R)
-    ids_V = torch.arange(size, dtype=torch.int32, device=keys_R2.device) * golden
+    ids_V = torch.arange(first, first + size, dtype=torch.int32, device=keys_R2.device) * golden
     h = murmur(murmur(ids_V[None] ^ k0_R[:, None]) ^ k1_R[:, None])
     # the unsigned value, rounded to fp32 once
     u = ((h.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2**-32

@@ -40,6 +40,7 @@ class TorchOps:
             raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
         self.pure, self.wanted, self.rules, self.mesh = pure, attention, rules or {}, mesh
         self.experts_in_turn = experts_in_turn
+        self.left: str | None = None
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
@@ -79,11 +80,24 @@ class TorchOps:
         names = self.shards(axis)
         return self.mesh.all_gather(x, names, dim) if names else x
 
+    def leaving(self, axis: str) -> TorchOps:
+        """The same ops, for which `constrain` leaves that logical axis as it lies: `argmax`, `gumbel`, `trim` know."""
+        ops = copy.copy(self)
+        ops.left = axis if self.shards(axis) else None
+        return ops
+
+    def trim(self, x: Tensor, axis: str, size: int) -> Tensor:
+        """x without what its last axis, a logical one, has beyond `size`; of one that was left, that is -inf."""
+        if axis != self.left:
+            return x[..., :size]
+        place = torch.arange(x.shape[-1], device=x.device) + self.axis_index(axis) * x.shape[-1]
+        return torch.where(place < size, x, -float("inf"))
+
     def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
         """x laid out as `then` says; `now` is how it lies."""
         if self.mesh is not None:
             for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-                if not self.shards(b):
+                if not self.shards(b) and (a is None or a != self.left):
                     x = self.all_gather(x, a, dim)
         return x
 
@@ -322,8 +336,17 @@ class TorchOps:
         sum_RV = torch.zeros((len(ids_RM), size), dtype=values_RM.dtype, device=ids_RM.device)
         return sum_RV.scatter_add_(1, torch.where(counts_RM, ids_RM, 0).long(), values_RM)
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """int32 place of the greatest of the last axis; the first of equals."""
+    def argmax(self, x: Tensor, axis: str | None = None) -> Tensor:
+        """int32 place of the greatest of the last axis, the logical `axis`; the first of equals."""
+        if axis is None or axis != self.left:
+            return self._argmax(x)
+        at_R = self._argmax(x)
+        best_R = self.ordered_bits(x.gather(-1, at_R[:, None].long())[:, 0].float())
+        mine = torch.stack([best_R, at_R + self.axis_index(axis) * x.shape[-1]], -1)[None]
+        best_NR, at_NR = self.all_gather(mine, axis, 0).unbind(-1)
+        return at_NR.gather(0, best_NR.argmax(0)[None])[0]
+
+    def _argmax(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
         if x.device.type != "cpu" or x.ndim != 2 or size % BLOCK:
             return torch.argmax(x, -1).to(torch.int32)
@@ -354,9 +377,12 @@ class TorchOps:
             low = torch.where(holds(tried), tried, low)
         return low
 
-    def gumbel(self, keys_R2: Tensor, index_R: Tensor, size: int) -> Tensor:
-        """[R, size] Gumbel noise from a row's key and output index, and the token id. The same bits in both rooms."""
-        return noise.gumbel(keys_R2, index_R, size)
+    def gumbel(self, keys_R2: Tensor, index_R: Tensor, size: int, axis: str | None = None) -> Tensor:
+        """[R, size] Gumbel noise from a row's key and output index, and the token id. The same bits in both rooms.
+
+        Of a logical axis that was left, that of this shard's ids.
+        """
+        return noise.gumbel(keys_R2, index_R, size, self.axis_index(axis) * size if axis and axis == self.left else 0)
 
     def digest(self, logits_RV: Tensor) -> Tensor:
         """An int32 hash of each row's fp32 bits, the same in both rooms."""

@@ -38,7 +38,7 @@ def fit(model: ModelSpec, divisors: Mapping[str, int], round_robin: bool = False
 
 def cut_unembed(w: dict, x_RE: Array, ops: Any, *, unembed: Callable[..., Array], size: int) -> Array:
     """unembed without the padding of the vocabulary."""
-    return unembed(w, x_RE, ops)[:, :size]
+    return ops.trim(unembed(w, x_RE, ops), "vocab", size)
 
 
 def kv_copies(model: ModelSpec, num_devices: int) -> int:

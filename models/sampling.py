@@ -45,6 +45,12 @@ def at_least(variant: str, least: str) -> bool:
     return VARIANTS.index(variant) >= VARIANTS.index(least)
 
 
+def sees_all(sampling: Sampling) -> bool:
+    """Whether sampling has to see all logits of a row at once. If not, each device does with its part of them."""
+    edits = at_least(sampling.variant, "truncate") or sampling.mask_RW is not None
+    return edits or sampling.digest or sampling.num_logprobs >= 0
+
+
 def sample(
     logits_RV: Array,
     rows: dict[str, Array],
@@ -58,16 +64,16 @@ def sample(
     # greedy asks for none of them, and what is not asked for is not computed, op by op either
     param = {} if variant == "greedy" else columns(rows["params"][at])
     logits_RV = shape(raw_RV, rows, param, sampling, ops, processors)
-    ids_R, scaled_RV = ops.argmax(logits_RV), logits_RV
+    scaled_RV = best_RV = logits_RV
     if variant != "greedy":
         greedy_R1 = param["temperature"] == 0
         scaled_RV = logits_RV / xp.where(greedy_R1, 1.0, param["temperature"])
         if at_least(variant, "truncate"):
             scaled_RV = truncate(scaled_RV, param, ops)
         index_R = rows["num_computed"][at] - rows["prompt_len"][at]  # of the token about to be made
-        noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1])
-        ids_R = xp.where(greedy_R1[:, 0], ids_R, ops.argmax(scaled_RV + noise_RV))
-    return of_sampled(raw_RV, scaled_RV, ids_R, sampling, ops)
+        noise_RV = ops.gumbel(rows["keys"][at], index_R, scaled_RV.shape[-1], "vocab")
+        best_RV = xp.where(greedy_R1, logits_RV, scaled_RV + noise_RV)
+    return of_sampled(raw_RV, scaled_RV, ops.argmax(best_RV, "vocab"), sampling, ops)
 
 
 def columns(params_RP: Array) -> dict[str, Array]:

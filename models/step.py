@@ -159,6 +159,7 @@ def head(
     processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[Output, dict[str, Array]]:
     """Turns hidden rows into tokens and appends them to rows["tokens"], at num_computed."""
+    ops = ops if sampler.sees_all(sampling) else ops.leaving("vocab")
     logits_RV = model.unembed(weights, hidden_RE[sampling.hidden_R], ops)
     output = sampler.sample(logits_RV, rows, sampling, ops, processors)
     at = (sampling.rows_R, rows["num_computed"][sampling.rows_R])

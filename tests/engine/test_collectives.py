@@ -24,10 +24,12 @@ MODELS = {"dense": lambda **a: engine(EIGHT_HEADS, **a), "moe": lambda **a: tiny
 EP = {"enable_expert_parallel": True}
 
 
-def planned(llm: LLM, num_tokens: int, num_rows: int) -> Counter[tuple[str, int]]:
-    """(kind, bytes) of each collective of a step."""
+def planned(llm: LLM, num_tokens: int, num_rows: int, seldom: bool = False) -> Counter[tuple[str, int]]:
+    """(kind, bytes) of each collective of a step, one that is greedy or one that wants logprobs."""
     found: Counter[tuple[str, int]] = Counter()
     for c in llm.memory_plan.collectives:
+        if c.where == ("tokens" if seldom else "logits"):
+            continue
         found[c.kind, c.bytes_of(num_tokens, num_rows)] += c.count
     return found
 
@@ -48,8 +50,13 @@ def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[st
     inputs = runner._padding(4, 4, True, runner.shapes.widths[0])
     found = compiled(runner.forward, runner.weights, runner.cache, inputs)
     hidden = np.zeros((4, llm.model.weights["embed"].shape[1]), np.float32)
-    head = compiled(runner.head, runner.weights, runner.cache.rows, hidden, Sampling(rows, rows, "greedy"))
+    head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, Sampling(rows, rows, "greedy"))
     assert found + head == planned(llm, 4, 4)
+    head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, Sampling(rows, rows, "sample"))
+    assert found + head == planned(llm, 4, 4)
+    for more in (Sampling(rows, rows, "truncate"), Sampling(rows, rows, "greedy", num_logprobs=2)):
+        head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, more)
+        assert found + head == planned(llm, 4, 4, seldom=True)
 
 
 @pytest.mark.slow
@@ -98,7 +105,7 @@ def test_the_command_plans_for_devices_that_are_not_there(folder: Path) -> None:
     each = {c["where"]: (c["kind"], c["count"], c["bytes_each"]) for c in found["collectives"]}
     assert each == {
         "embed": ("all-reduce", 1, 256), "out": ("all-reduce", 5, 256), "down": ("all-reduce", 5, 256),
-        "logits": ("all-gather", 1, 4016), "stages": ("send", 1, 256),
+        "tokens": ("all-gather", 1, 32), "logits": ("all-gather", 1, 4016), "stages": ("send", 1, 256),
     }  # fmt: skip
     assert found["collectives"][1]["step_bytes"] == 5 * 256 * found["max_num_seqs"]
 
