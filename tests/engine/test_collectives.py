@@ -54,8 +54,8 @@ def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[st
     assert found + head == planned(llm, 4, 4)
     head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, Sampling(rows, rows, "sample"))
     assert found + head == planned(llm, 4, 4)
-    for more in (Sampling(rows, rows, "truncate"), Sampling(rows, rows, "greedy", num_logprobs=2)):
-        head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, more)
+    for kind in (Sampling(rows, rows, "truncate"), Sampling(rows, rows, "greedy", num_logprobs=2)):
+        head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, kind)
         assert found + head == planned(llm, 4, 4, seldom=True)
 
 
