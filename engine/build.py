@@ -267,7 +267,7 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
 
 def _cache_of_ops(layout: CacheLayout, model: ModelSpec) -> tuple[str | None, bool] | None:
     """The dtype of the cache that ops.attention will read, and whether it has scales; None: the layout gathers."""
-    if not hasattr(layout, "order"):
+    if getattr(layout, "gathers", not hasattr(layout, "order")):
         return None
     cache = layout.spec(model.attention[0], 1)
     return cache["k"].dtype, "k_scale" in cache

@@ -222,12 +222,8 @@ class Runner:
         return self.launch_head(plan, self.launch_forward(plan), mask)
 
     def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Hidden:
-        """Fills rows, moves blocks, runs the layers; returns the hidden rows that launch_head wants, and the taps."""
-        if self.prefixes:
-            self.prefixes.note(plan.admitted, plan.table_writes)
-        self._admit(plan.admitted)
-        self._write_tables(plan.table_writes)
-        self._move(plan.transfers)
+        """Prepares, and runs the layers; returns the hidden rows that launch_head wants, and the taps."""
+        self.prepare(plan)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
         inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
         counted = self.expert_load.taps if self.expert_load else ()
@@ -239,6 +235,14 @@ class Runner:
         if self.expert_load:
             self.expert_load.add(rows)
         return Hidden(last, rows)
+
+    def prepare(self, plan: Plan) -> None:
+        """Fills rows and block tables, and moves blocks: all that a step asks for before its layers run."""
+        if self.prefixes:
+            self.prefixes.note(plan.admitted, plan.table_writes)
+        self._admit(plan.admitted)
+        self._write_tables(plan.table_writes)
+        self._move(plan.transfers)
 
     def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
         """Samples. Apart from the forward, so that a grammar mask (as sampling_input's) delays this half alone."""

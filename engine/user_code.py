@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ def named_in_file(where: str) -> Any:
         raise ValueError(f"{where!r} is not FILE.py:NAME")
     if not Path(file).exists():
         raise ValueError(f"{where!r}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    # a name that no installed module has
+    spec = importlib.util.spec_from_file_location(f"octavo_user_code.{Path(file).stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # where dataclasses look up annotations that are strings
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{where!r}: {file} has no {name}")

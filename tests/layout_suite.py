@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from oracle import greedy
@@ -17,8 +16,8 @@ from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, 
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend
-from octavo.models import step as programs
-from octavo.models.interface import ArraySpec, AttentionSpec, CacheLayout, Rope, Step, layer_specs, map_tree
+from octavo.engine.lab.layout_checks import move_all, num_blocks, poisoned, random_tables, run_step, unused_blocks
+from octavo.models.interface import AttentionSpec, CacheLayout
 
 SPEC = AttentionSpec(num_kv_heads=2, group_size=3, k_dim=16, v_dim=16, scale=0.25, window=None)
 CHUNKS = ((9, 1, 4), (1, 1, 1), (0, 20, 3))  # tokens of each of three sequences, step by step
@@ -63,12 +62,12 @@ def check_attention_is_dense(
         [rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths]
         for shape in ((2, 3, 16), (2, 16), (2, 16))
     )
-    cache, tables = _poisoned(layout, backend, lengths, rng)
-    untouched = _unused_blocks(layout, tables)
+    tables = random_tables(lengths, layout.block_size, rng)
+    cache, untouched = poisoned(layout, backend, SPEC, num_blocks(tables)), unused_blocks(tables)
     before = backend.read_tree(cache)
     done = np.zeros(3, int)
     for counts in CHUNKS:
-        outs, cache = _run(layout, backend, cache, tables, done, counts, (q, k, v), spec)
+        outs, cache = run_step(layout, backend, cache, tables, done, counts, (q, k, v), spec)
         token = 0
         for i, count in enumerate(counts):
             want = _dense(q[i], k[i], v[i], done[i], done[i] + count, spec, held)
@@ -89,17 +88,12 @@ def check_moved_blocks_read_the_same(layout: CacheLayout, backend: Backend) -> N
     parts = tuple([rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths] for shape in shapes)
     outs = []
     for moved in (False, True):
-        cache, tables = _poisoned(layout, backend, lengths, np.random.default_rng(1))
-        _, cache = _run(layout, backend, cache, tables, np.zeros(3, int), (9, 1, 4), parts, SPEC)
+        tables = random_tables(lengths, layout.block_size, np.random.default_rng(1))
+        cache = poisoned(layout, backend, SPEC, num_blocks(tables))
+        _, cache = run_step(layout, backend, cache, tables, np.zeros(3, int), (9, 1, 4), parts, SPEC)
         if moved:
-            free = _unused_blocks(layout, tables)
-            source = tables[tables > 0].astype(np.int32)
-            target = free[free > 0][: len(source)].astype(np.int32)
-            move = backend.compile(programs.move_blocks, ("groups", "source", "target"), ("groups",), consumes="groups")
-            ((cache,),) = move(((cache,),), (source,), (target,))
-            new = dict(zip(source.tolist(), target.tolist(), strict=True)) | {0: 0}
-            tables = np.vectorize(new.get)(tables).astype(np.int32)
-        outs.append(_run(layout, backend, cache, tables, np.array([9, 1, 4]), (1, 1, 1), parts, SPEC)[0])
+            cache, tables = move_all(backend, cache, tables)
+        outs.append(run_step(layout, backend, cache, tables, np.array([9, 1, 4]), (1, 1, 1), parts, SPEC)[0])
     assert np.array_equal(*outs)
 
 
@@ -147,8 +141,9 @@ def attended(layout: CacheLayout, backend: Backend, x: float) -> np.ndarray:
     """What attention returns for three prompts whose queries, keys and values are all the same number."""
     counts = np.array([9, 1, 4])
     parts = tuple([np.full((n, *shape), x, np.float32) for n in counts] for shape in ((2, 3, 16), (2, 16), (2, 16)))
-    cache, tables = _poisoned(layout, backend, counts, np.random.default_rng(1))
-    return _run(layout, backend, cache, tables, np.zeros(3, int), counts, parts, SPEC)[0]
+    tables = random_tables(counts, layout.block_size, np.random.default_rng(1))
+    cache = poisoned(layout, backend, SPEC, num_blocks(tables))
+    return run_step(layout, backend, cache, tables, np.zeros(3, int), counts, parts, SPEC)[0]
 
 
 def _block_axes(layout: CacheLayout) -> dict[str, int]:
@@ -156,83 +151,6 @@ def _block_axes(layout: CacheLayout) -> dict[str, int]:
     small, large = layout.spec(SPEC, 2), layout.spec(SPEC, 3)
     shapes = {name: zip(small[name].shape, large[name].shape, strict=True) for name in small}
     return {name: [a == b for a, b in pairs].index(False) for name, pairs in shapes.items()}
-
-
-def _unused_blocks(layout: CacheLayout, tables: np.ndarray) -> np.ndarray:
-    return np.setdiff1d(np.arange(1, _num_blocks(tables)), tables)
-
-
-def _num_blocks(tables: np.ndarray) -> int:
-    return 2 * tables.size + 4
-
-
-def _poisoned(layout: CacheLayout, backend: Backend, lengths: Any, rng: Any) -> tuple[dict, np.ndarray]:
-    """A layer's cache full of nan, and block tables [3, B] of random blocks."""
-    widths = -(-lengths // layout.block_size)
-    tables = np.zeros((3, widths.max() + 1), np.int32)
-    free = 1 + rng.permutation(_num_blocks(tables) - 1)
-    for row, width in zip(tables, widths, strict=True):
-        row[:width], free = free[:width], free[width:]
-    specs = layer_specs(layout, SPEC, _num_blocks(tables), 4)
-    return map_tree(lambda s: backend.place(_junk(s), s), specs), tables
-
-
-def _junk(spec: ArraySpec) -> np.ndarray:
-    """What shows if it is read: nan, or of integers large ones."""
-    if spec.dtype and "int" in spec.dtype:
-        return np.full(spec.shape, 117, spec.dtype)
-    return np.full(spec.shape, np.nan, np.float32)
-
-
-def _run(
-    layout: CacheLayout,
-    backend: Backend,
-    cache: dict,
-    tables: np.ndarray,
-    done: Any,
-    counts: Any,
-    parts: Any,
-    spec: Any,
-) -> tuple[np.ndarray, dict]:
-    """layout.attention on one ragged step with two tokens of padding. Rope turns by nothing."""
-
-    def program(cache: dict, parts: dict, step: Step, *, ops: Any) -> Any:
-        return layout.attention(ops.for_step([step]), cache, parts, step, spec)
-
-    take = [np.concatenate([x[i][done[i] : done[i] + n] for i, n in enumerate(counts)]) for x in parts]
-    padded = [np.concatenate([x, np.ones_like(x[:1]), np.ones_like(x[:1])]) for x in take]
-    step = _step(layout, tables, done, counts)
-    run = backend.compile(program, ("cache", "parts", "step"), ("out", "cache"), consumes="cache")
-    out, cache = run(cache, dict(zip("qkv", padded, strict=True)), step)
-    return backend.read(out)[: sum(counts)], cache
-
-
-def _step(layout: CacheLayout, tables: np.ndarray, done: Any, counts: Any) -> Step:
-    seqs = np.repeat(np.arange(3), counts)
-    positions = np.concatenate([np.arange(done[i], done[i] + n) for i, n in enumerate(counts)] + [np.zeros(2, int)])
-    seqs = np.concatenate([seqs, [2, 2]])
-    real = np.arange(len(seqs)) < sum(counts)
-    blocks = np.where(real, tables[seqs, positions // layout.block_size], 0)
-    zeros = np.zeros((len(seqs), 8), np.float32)
-
-    def i32(x: Any) -> np.ndarray:
-        return np.ascontiguousarray(x, np.int32)
-
-    return Step(
-        token_ids_T=i32(positions),
-        positions_T=i32(positions),
-        seq_ids_T=i32(seqs),
-        is_real_T=real,
-        blocks_T=i32(blocks),
-        offsets_T=i32(positions % layout.block_size),
-        lengths_S=i32(done + np.array(counts)),
-        query_starts_S1=i32(np.concatenate([[0], np.cumsum(counts)])),
-        block_tables_SB=tables,
-        decode=False,
-        ropes={"rope": Rope(np.ones(8, np.float32), zeros + 1, zeros)},
-        extra={},
-        rows_S=i32([2, 0, 1]),
-    )
 
 
 def _dense(

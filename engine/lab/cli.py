@@ -11,6 +11,7 @@ import typer
 
 from ..cli_arguments import engine_arguments
 from ..cli_report import reporting, show
+from .cli_layouts import layouts
 
 TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -31,6 +32,7 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings=TAKES_MORE, epilog="Other engine arguments go to both.")(compare)
     app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(certify)
     app.command()(simulate)
+    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(layouts)
 
 
 def replay(

@@ -60,7 +60,7 @@ def ulp_bits(found: np.ndarray, wanted: np.ndarray) -> dict[int, int]:
 
 def kl_divergence(found_RV: np.ndarray, wanted_RV: np.ndarray) -> np.ndarray:
     """KL(wanted || found) of each row's distribution, in nats; both are logits."""
-    p, q = (_log_softmax(x.astype(np.float64)) for x in (wanted_RV, found_RV))
+    p, q = (log_softmax(x.astype(np.float64)) for x in (wanted_RV, found_RV))
     return (np.exp(p) * (p - q)).sum(-1)
 
 
@@ -70,7 +70,8 @@ def _ordered(x: np.ndarray) -> np.ndarray:
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
     x = x - x.max(-1, keepdims=True)
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 

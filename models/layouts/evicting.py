@@ -8,7 +8,7 @@ slots is one over a shorter sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..interface import Array, ArraySpec, AttentionSpec, LayerCache, Step
 from ..keeps import Keeps
@@ -36,6 +36,7 @@ class Evicting(TokenMajor):
 
     budget: int = 256
     recent: int = 32
+    gathers: ClassVar[bool] = True
 
     @property
     def keeps(self) -> Keeps:

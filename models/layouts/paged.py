@@ -15,6 +15,7 @@ class TokenMajor:
     block_size: int = 16
     dtype: str | None = None
     order: ClassVar[str] = "n p k d"
+    gathers: ClassVar[bool] = False  # True: ops.attention does not read it, and each column of a block table costs
 
     def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
         """One array for keys and one for values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..interface import Array, AttentionSpec, LayerCache, Rope, Step
 from ..keeps import Keeps
@@ -22,6 +22,7 @@ class StreamingLLM(TokenMajor):
 
     window: int = 252
     sinks: int = 4
+    gathers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # it checks them
