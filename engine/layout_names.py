@@ -75,8 +75,10 @@ def layout_text(layout: CacheLayout) -> str | None:
     name = next((name for name, kind in LAYOUTS.items() if type(layout) is kind), None)
     if name is None:
         return None
-    values = {f.name: (getattr(layout, f.name), f.default) for f in fields(LAYOUTS[name]) if f.name != "block_size"}
-    set_ = [f"{key}={json.dumps(value)}" for key, (value, default) in values.items() if value != default]
+    # a default may follow from another field
+    plain, names = LAYOUTS[name](layout.block_size), [f.name for f in fields(LAYOUTS[name])]
+    values = {n: getattr(layout, n) for n in names if getattr(layout, n) != getattr(plain, n)}
+    set_ = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     return f"{name}:{','.join(set_)}" if set_ else name
 
 
