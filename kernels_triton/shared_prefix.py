@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 TILE = 32  # members of a tile, as engine/shared_prefixes.py lays them out
 FILL = 2  # programs a multiprocessor that a step in which all share one prefix should have
-MOST = 16  # splits
+MAX_PARTS = 32  # of a sequence: half at most of what it shares, half of its own
 
 
 @triton.jit(do_not_specialize=["table_s", "num_splits", "num_parts"])
@@ -71,7 +71,7 @@ def prefix(
 
 def num_splits(programs: int, keys: int, processors: int) -> int:
     """How many programs share a tile's keys, if every sequence of the step is in a full tile."""
-    return max(1, min(MOST, FILL * processors // max(1, programs // TILE), -(-keys // 128)))
+    return max(1, min(MAX_PARTS // 2, FILL * processors // max(1, programs // TILE), -(-keys // 128)))
 
 
 def launch(

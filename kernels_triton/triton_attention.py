@@ -161,7 +161,7 @@ def launch_decode(
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
     splits, shared = num_splits(num_seqs * heads, keys, q.device), step.shared
-    num_parts = splits = splits if shared is None else min(splits, MAX_SPLITS // 2)
+    num_parts = splits = splits if shared is None else min(splits, shared_prefix.MAX_PARTS // 2)
     if shared is not None:
         num_parts += shared_prefix.num_splits(num_seqs * heads, keys, num_processors(q.device))
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
@@ -187,7 +187,7 @@ def launch_decode(
         kernels.reduce[(heads * group, num_seqs)](
             parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
             HEADS=heads * group, V=spec.v_dim, VP=constants["VP"],
-            Z=MAX_SPLITS if shared is None else triton.next_power_of_2(num_parts),
+            Z=MAX_SPLITS if shared is None else shared_prefix.MAX_PARTS,
             WINDOW=constants["WINDOW"], N=tiling.keys, **again, num_warps=4,
         )  # fmt: skip
 

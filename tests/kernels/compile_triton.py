@@ -104,7 +104,7 @@ def main() -> None:
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
     rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
     for name, shared in (("reduce", False), ("reduce-shared", True)):
-        most = 8 if shared else triton_attention.MAX_SPLITS
+        most = shared_prefix.MAX_PARTS if shared else triton_attention.MAX_SPLITS
         compile(name, attention_kernels.reduce, rows | {"Z": most, "SHARED": shared})
     tile = triton_attention.prefill_tiling(SPEC, torch.bfloat16)
     constants = ATTENTION | least | {"GP": 4, "C": shared_prefix.TILE, "M": tile.rows, "N": tile.keys}
