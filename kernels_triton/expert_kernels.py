@@ -15,6 +15,7 @@ import triton.language as tl
 
 Tensor = torch.Tensor
 
+FEW_PAIRS = 16  # that are not sorted: two tokens seldom go through the same expert
 MOST_PAIRS = 2048  # that are sorted by comparing all with all
 RANKED = 32  # pairs of a program that sorts
 COMPARED = 256  # pairs that it compares them with at a time
@@ -33,11 +34,12 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Pairs sorted by expert, and the blocks they are cut into."""
+    """Pairs sorted by expert, and the blocks they are cut into. Direct: every pair is a block, and none is sorted."""
 
-    order_P: Tensor  # the pairs, those of no expert last
+    order_P: Tensor  # the pairs, those of no expert last; direct: the expert of each
     table: Tensor  # [blocks, 3]: expert (-1: there is no such block), first and end of its rows among the sorted
-    rows: int
+    num_blocks: int
+    direct: bool = False
 
 
 @triton.jit
@@ -123,18 +125,32 @@ def table_kernel(starts, table, num_blocks, X: tl.constexpr, XP: tl.constexpr, M
 
 
 @triton.jit
+def block_of(block, order, table, X: tl.constexpr, M: tl.constexpr, DIRECT: tl.constexpr):
+    """(expert or -1, rows [M] among the sorted, which of them are the block's [M], their pairs [M])."""
+    if DIRECT:
+        expert = tl.load(order + block)
+        m = block + tl.arange(0, M)
+        live, pair = m == block, m
+        expert = tl.where(expert < X, expert, -1)
+    else:
+        expert = tl.load(table + block * 3)
+        m = tl.load(table + block * 3 + 1) + tl.arange(0, M)
+        live = m < tl.load(table + block * 3 + 2)
+        pair = tl.load(order + m, mask=live, other=0)
+    return expert.to(tl.int64), m, live, pair.to(tl.int64)
+
+
+@triton.jit
 def up_kernel(
-    x, w, act, order, table, x_t, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, w, act, order, table, x_t, X: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """act = silu(x gate) * (x up), rows in sorted order. Program: a block of rows, N columns of both products."""
     tiles = tl.cdiv(F, N)
     block, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * N + tl.arange(0, N)
-    expert = tl.load(table + block * 3).to(tl.int64)
+    expert, m, live, pair = block_of(block, order, table, X, M, DIRECT)
     if expert >= 0:
-        m = tl.load(table + block * 3 + 1) + tl.arange(0, M)
-        live = m < tl.load(table + block * 3 + 2)
-        token = (tl.load(order + m, mask=live, other=0) // C).to(tl.int64)
+        token = pair // C
         k = tl.arange(0, K)
         at_x = x + token[:, None] * x_t + k[None, :]
         at_w = w + expert * E * 2 * F + k[:, None].to(tl.int64) * 2 * F + n[None, :]
@@ -153,17 +169,14 @@ def up_kernel(
 
 @triton.jit
 def down_kernel(
-    act, w, weights, y, order, table, E: tl.constexpr, F: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    act, w, weights, y, order, table, X: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """y = weight * (act down), a row a pair, in the order of pairs. Program: a block of rows, N columns."""
     tiles = tl.cdiv(E, N)
     block, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * N + tl.arange(0, N)
-    expert = tl.load(table + block * 3).to(tl.int64)
+    expert, m, live, pair = block_of(block, order, table, X, M, DIRECT)
     if expert >= 0:
-        m = tl.load(table + block * 3 + 1) + tl.arange(0, M)
-        live = m < tl.load(table + block * 3 + 2)
-        pair = tl.load(order + m, mask=live, other=0).to(tl.int64)
         k = tl.arange(0, K)
         at_a = act + m[:, None].to(tl.int64) * F + k[None, :]
         at_w = w + expert * F * E + k[:, None].to(tl.int64) * E + n[None, :]
@@ -217,6 +230,8 @@ def route(logits_TX: Tensor, routing: Any, bias_X: Tensor | None, real_T: Tensor
 def sort_pairs(ids_TC: Tensor, num_experts: int, rows: int) -> Blocks:
     """The pairs by expert, and blocks of at most `rows` of one expert each."""
     num_pairs, device = ids_TC.numel(), ids_TC.device
+    if num_pairs <= FEW_PAIRS:
+        return Blocks(ids_TC, ids_TC, num_pairs, direct=True)
     num_blocks = num_pairs // rows + min(num_pairs, num_experts)
     table = torch.empty((num_blocks, 3), dtype=torch.int32, device=device)
     sizes: dict[str, Any] = {"X": num_experts, "XP": triton.next_power_of_2(num_experts + 1), "M": rows, "L": LISTED}
@@ -229,11 +244,11 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, rows: int) -> Blocks:
         sort_kernel[(programs,)](
             ids_TC, order_P, table, num_pairs, num_blocks, R=RANKED, K=compared, PP=padded, **sizes
         )
-        return Blocks(order_P, table, rows)
+        return Blocks(order_P, table, num_blocks)
     sorted_P, order_P = torch.sort(ids_TC.reshape(-1), stable=True)
     experts = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
     table_kernel[(1,)](torch.searchsorted(sorted_P, experts, out_int32=True), table, num_blocks, **sizes)
-    return Blocks(order_P.to(torch.int32), table, rows)
+    return Blocks(order_P.to(torch.int32), table, num_blocks)
 
 
 def product_sizes(num_pairs: int, num_experts: int, itemsize: int) -> tuple[Sizes, Sizes]:
@@ -273,14 +288,16 @@ def experts(
     ids_TC = ids_TC.contiguous()
     blocks = sort_pairs(ids_TC, num_experts, first.rows)
     act_PF = torch.empty((num_pairs, size), dtype=x_TE.dtype, device=x_TE.device)
-    up_kernel[(len(blocks.table) * triton.cdiv(size, first.columns),)](
-        x_TE, gate_up_XEXF, act_PF, blocks.order_P, blocks.table, x_TE.stride(0), C=chosen, E=embed_dim, F=size,
+    up_kernel[(blocks.num_blocks * triton.cdiv(size, first.columns),)](
+        x_TE, gate_up_XEXF, act_PF, blocks.order_P, blocks.table, x_TE.stride(0),
+        X=num_experts, C=chosen, E=embed_dim, F=size, DIRECT=blocks.direct,
         M=first.rows, N=first.columns, K=first.depth, num_warps=first.warps, num_stages=first.stages,
     )  # fmt: skip
     y_PE = torch.empty((num_pairs, embed_dim), dtype=x_TE.dtype, device=x_TE.device)
-    down_kernel[(len(blocks.table) * triton.cdiv(embed_dim, second.columns),)](
-        act_PF, down_XFE, weights_TC, y_PE, blocks.order_P, blocks.table, E=embed_dim, F=size,
-        M=second.rows, N=second.columns, K=second.depth, num_warps=second.warps, num_stages=second.stages,
+    down_kernel[(blocks.num_blocks * triton.cdiv(embed_dim, second.columns),)](
+        act_PF, down_XFE, weights_TC, y_PE, blocks.order_P, blocks.table, X=num_experts, E=embed_dim, F=size,
+        DIRECT=blocks.direct, M=second.rows, N=second.columns, K=second.depth,
+        num_warps=second.warps, num_stages=second.stages,
     )  # fmt: skip
     out_TE = torch.empty((num_tokens, embed_dim), dtype=dtype, device=x_TE.device)
     tile = min(SUM_TILE, triton.next_power_of_2(embed_dim))

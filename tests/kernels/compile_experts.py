@@ -45,6 +45,7 @@ def main() -> None:
             first, second = kernels.product_sizes(pairs, 128, itemsize)
             for kernel, s in ((kernels.up_kernel, first), (kernels.down_kernel, second)):
                 name, cut = kernel.fn.__name__.split("_")[0], {"M": s.rows, "N": s.columns, "K": s.depth}
+                cut["DIRECT"] = pairs <= kernels.FEW_PAIRS
                 compile(f"{name}-{pairs}-{itemsize}", kernel, cut, s.warps, s.stages, float)
 
 

@@ -67,11 +67,21 @@ def test_experts_in_half_precision() -> None:
     np.testing.assert_allclose(out, want, rtol=0, atol=2e-2)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("few", [0, kernels.FEW_PAIRS], ids=["sorted", "direct"])
+@pytest.mark.parametrize("case", [[[3, 1]], [[2]], [[5, 5]], [[0, 5], [5, 3], [0, 2]]], ids=str)
+def test_few_pairs_need_no_sorting(case: list[list[int]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FEW_PAIRS", few)
+    out, want = run(case, "small", torch.float32, add=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=tolerance("float32", "op"))
+
+
 @pytest.mark.parametrize("most", [0, kernels.MOST_PAIRS], ids=["sorted by torch", "sorted by comparing"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_blocks_hold_every_pair_of_an_expert_once(case: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_PAIRS", most)
+    monkeypatch.setattr(kernels, "FEW_PAIRS", 0)
     ids = np.array(CASES[case], np.int32)
     blocks = kernels.sort_pairs(torch.from_numpy(ids), 5, 16)
     order, flat = blocks.order_P.numpy(), ids.reshape(-1)
