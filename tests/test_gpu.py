@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_moe
 from backends import BACKENDS
 from oracle import greedy
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
@@ -103,3 +104,12 @@ def test_tokens_do_not_depend_on_shared_prefixes(backend: str, monkeypatch: pyte
     llm = engine(**arguments)
     assert llm.runner.prefixes is not None
     assert tokens(llm, PROMPTS, GREEDY) == tokens(engine(**arguments, disable_cascade_attn=True), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_of_a_mixture_of_experts_are_the_oracles(backend: str) -> None:
+    """In fp32, with chunks and hits, one request alone and several."""
+    llm = tiny_moe.engine(backend=backend, device="cuda", dtype="float32", max_num_batched_tokens=32)
+    want = [greedy(tiny_moe.spec(), tiny_moe.weights(), p, GREEDY.max_tokens) for p in PROMPTS[:5]]
+    assert tokens(llm, PROMPTS[:1], GREEDY) == want[:1]
+    assert tokens(llm, PROMPTS[:5], GREEDY) == want
