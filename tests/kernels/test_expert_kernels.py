@@ -38,7 +38,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(case: list[list[int]], cut: str, dtype: torch.dtype, add: bool, **sizes: int) -> tuple[Any, Any]:
-    x, w, up, down, want = case_of(case, **sizes)
+    x, w, up, down, want = case_of(case, poisoned=True, **sizes)
     x, w, up, down = (torch.from_numpy(a) for a in (x, w, up, down))
     ids = torch.tensor(case, dtype=torch.int32)
     more = torch.randn(x.shape, generator=torch.manual_seed(0)) if add else None

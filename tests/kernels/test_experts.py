@@ -29,8 +29,11 @@ def put(backend, x):
     return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, x.dtype.name))
 
 
-def case_of(ids, embed_dim=24, size=17, num_experts=5):
-    """x, weights, gate_up, down, in float32, outputs of about unit variance; and the outputs in float64."""
+def case_of(ids, embed_dim=24, size=17, num_experts=5, poisoned=False):
+    """x, weights, gate_up, down, in float32, outputs of about unit variance; and the outputs in float64.
+
+    Poisoned: the weights of experts that nobody chose are nan.
+    """
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((len(ids), embed_dim)), rng.standard_normal((len(ids), len(ids[0])))
     up = rng.standard_normal((num_experts, embed_dim, 2, size)) * embed_dim**-0.5
@@ -41,6 +44,9 @@ def case_of(ids, embed_dim=24, size=17, num_experts=5):
         if (expert := ids[t][c]) < num_experts:
             one = {"gate_up": up[expert].astype(np.float64), "down": down[expert].astype(np.float64)}
             want[t] += w[t, c] * oracle.mlp(one, x[t : t + 1].astype(np.float64))[0]
+    if poisoned:
+        unchosen = [i for i in range(num_experts) if i not in np.array(ids)]
+        up[unchosen], down[unchosen] = np.nan, np.nan
     return x, w, up, down, want
 
 
@@ -66,9 +72,7 @@ def test_moe_equals_float64(name, case):
 @each_backend
 def test_experts_that_nobody_chose_are_not_read(name):
     ids = [[0, 3], [3, 0]]
-    x, w, up, down, want = case_of(ids)
-    for i in (1, 2, 4):
-        up[i], down[i] = np.nan, np.nan
+    x, w, up, down, want = case_of(ids, poisoned=True)
     np.testing.assert_allclose(run(name, x, w, ids, up, down), want, rtol=0, atol=tolerance("float32", "op"))
 
 
