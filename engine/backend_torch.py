@@ -124,6 +124,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    joined_seqs = 0
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class Shapes:
     seldom: tuple[int, ...] = ()  # rows of the heads that few ask for; empty: as `sampled`
     shared: tuple[int, ...] = ()  # of a decode step whose sequences share prefixes; empty: nobody looks
     shared_tokens: tuple[int, ...] = ()  # of a mixed one
+    joined: tuple[int, ...] = ()  # of a decode step that is one program with its head
 
     def heads(self, variant: str, num_logprobs: int) -> tuple[int, ...]:
         """Rows of the heads of that kind."""
@@ -65,11 +66,13 @@ class Shapes:
         graph_tokens: int | None = None,
         any_width: bool = False,
         shared_prefixes: bool = False,
+        joined_seqs: int = 0,
     ) -> Shapes:
         """`exact` is for backends that compile nothing: sizes then follow the work closely. `graph_tokens` is for those
         that record graphs, which cost less than a compiled program: more sizes, and beyond so many tokens nearly exact
         ones, which are not recorded. `any_width`: a wider block table costs only its transfer,
         and leaves room for more sizes. `shared_prefixes`: attention may be told of them.
+        `joined_seqs`: decode steps of so many sequences are joined with their head.
         """
         blocks = -(-max_model_len // block_size)
         seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
@@ -111,6 +114,7 @@ class Shapes:
             read=(min(READ_TILE, budget),),
             shared=shared,
             shared_tokens=shared_tokens,
+            joined=tuple(n for n in seqs if n <= joined_seqs),
         )
 
 

@@ -258,6 +258,7 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         exact=backend.eager,
         graph_tokens=backend.graph_tokens,
+        joined_seqs=backend.joined_seqs,
         any_width=backend.any_width(model.attention, *cache) if cache else False,
         shared_prefixes=cache is not None
         and not config.disable_cascade_attn

@@ -49,6 +49,7 @@ from .shared_prefixes import PrefixFinder
 log = logging.getLogger(__name__)
 
 # of the head: arguments, results, and what it consumes
+JOINED = ("greedy", "sample")  # variants of the heads that are joined with a forward: what most requests ask for
 HEAD = ("last_weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
 
 
@@ -183,6 +184,8 @@ class Runner:
         given = {"model": model, "layout": layout, "max_num_seqs": self.scratch}
         self.model, self.layout = model, layout
         self.forward = compile(partial(step.forward, **given), args, ("hidden", "cache"), "cache")
+        both = partial(step.forward_and_head, **given)
+        self.forward_and_head = compile(both, (*args, "sampling"), ("output", "cache"), "cache")
         outs = ("hidden", "rows_of_all", "cache")
         self.forward_all = compile(partial(step.forward_all, **given), args, outs, "cache")
 
@@ -219,16 +222,27 @@ class Runner:
 
     def launch(self, plan: Plan, mask: np.ndarray | None = None) -> Pending:
         """Starts one step. Programs run in stream order, so all that was launched before has then been written."""
-        return self.launch_head(plan, self.launch_forward(plan), mask)
+        if mask is not None or not self.shapes.joined:
+            return self.launch_head(plan, self.launch_forward(plan), mask)
+        inputs = self._inputs(plan)
+        if self._is_joined(plan, inputs):
+            return self._launch_joined(plan, inputs)
+        return self.launch_head(plan, self._run_forward(inputs))
 
     def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Hidden:
         """Prepares, and runs the layers; returns the hidden rows that launch_head wants, and the taps."""
+        inputs = self._inputs(plan)
+        return self._run_forward(replace(inputs, taps=inputs.taps + taps) if taps else inputs)
+
+    def _inputs(self, plan: Plan) -> StepInput:
+        """Prepares, and returns the step."""
         self.prepare(plan)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
-        inputs = replace(inputs, taps=inputs.taps + taps) if taps else inputs
         counted = self.expert_load.taps if self.expert_load else ()
-        inputs = replace(inputs, taps=inputs.taps + counted) if counted else inputs
-        if inputs.decode and not (taps or counted):
+        return replace(inputs, taps=inputs.taps + counted) if counted else inputs
+
+    def _run_forward(self, inputs: StepInput) -> Hidden:
+        if inputs.decode and not inputs.taps:
             last, self.cache = self.forward(self.weights, self.cache, inputs)
             return Hidden(last, {})
         last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)
@@ -244,6 +258,23 @@ class Runner:
         self._write_tables(plan.table_writes)
         self._move(plan.transfers)
 
+    def _is_joined(self, plan: Plan, inputs: StepInput) -> bool:
+        """Whether a step and its head are one program: of a size and kind that is compiled so."""
+        plain = plan.variant in JOINED and plan.num_logprobs < 0 and not any(plan.token_ids)
+        size = inputs.decode and len(inputs.rows_S) in self.shapes.joined
+        return plain and size and not inputs.taps and not any(inputs.shared) and len(plan.sampled) == len(plan.chunks)
+
+    def _launch_joined(self, plan: Plan, inputs: StepInput) -> Pending:
+        sampling = self._sampling_all(inputs, plan.variant)
+        output, self.cache = self.forward_and_head(self.weights, self.cache, inputs, sampling)
+        return Pending(plan, self._fetched(output), self.backend)
+
+    def _sampling_all(self, inputs: StepInput, variant: str) -> Sampling:
+        """Every sequence of a decode step sampled."""
+        rows = inputs.rows_S
+        at = np.arange(len(rows), dtype=np.int32)
+        return Sampling(at, rows, variant, digest=self.digest, logprobs_mode=self.logprobs_mode)
+
     def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
         """Samples. Apart from the forward, so that a grammar mask (as sampling_input's) delays this half alone."""
         output, reads = self._sample(plan, hidden.last_RE, mask) if plan.sampled else None, None
@@ -256,6 +287,10 @@ class Runner:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
         output, rows = self._head(plan.variant)(self.last_weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
+        return self._fetched(output)
+
+    def _fetched(self, output: Output) -> Output:
+        """The output, on its way to the host."""
         for x in vars(output).values():
             if x is not None:
                 self.backend.prefetch(x)
@@ -309,6 +344,11 @@ class Runner:
         for width in shapes.widths:
             for n in shapes.seqs:
                 yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
+            for n in shapes.joined:
+                inputs = self._padding(n, n, True, width)
+                for variant in JOINED:
+                    sampling = self._sampling_all(inputs, variant)
+                    yield self.forward_and_head, (self.weights, self.cache, inputs, sampling)
             for n in shapes.shared:
                 inputs = replace(self._padding(n, n, True, width), shared=self._no_prefixes(n))
                 yield self.forward, (self.weights, self.cache, inputs)

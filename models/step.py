@@ -166,6 +166,23 @@ def head(
     return output, rows | {"tokens": ops.scatter(rows["tokens"], at, output.token_ids_R)}
 
 
+def forward_and_head(
+    weights: dict,
+    cache: CacheState,
+    inputs: StepInput,
+    sampling: Sampling,
+    *,
+    ops: Any,
+    model: ModelSpec,
+    layout: CacheLayout,
+    max_num_seqs: int,
+) -> tuple[Output, CacheState]:
+    """forward, then head: one program, for steps whose head waits for nothing."""
+    hidden_RE, cache = forward(weights, cache, inputs, ops=ops, model=model, layout=layout, max_num_seqs=max_num_seqs)
+    output, rows = head(weights, cache.rows, hidden_RE, sampling, ops=ops, model=model)
+    return output, with_rows(cache, rows)
+
+
 def set_rows(rows: dict[str, Array], at_A: Array, values: dict[str, Array], *, ops: Any) -> dict[str, Array]:
     """Admits requests: their known tokens, hit length and sampling parameters. Padding names the scratch row.
 

@@ -47,6 +47,8 @@ def change_layer(engine: HasRunner, n: int, change: Callable[[Callable], Callabl
 def change_plans(engine: HasRunner, change: Callable[[Plan], Plan]) -> None:
     """Has the engine's runner carry out change(plan) for every plan that the scheduler makes."""
     launch = engine.runner.launch_forward
+    # every step is to go through it
+    engine.runner.shapes = replace(engine.runner.shapes, joined=())
 
     def changed(plan: Plan, taps: tuple[str, ...] = ()) -> Any:
         return launch(change(plan), taps)
