@@ -27,7 +27,9 @@ class Backend(Protocol):
         """Tokens of the largest step that is run from a graph, larger ones being run op by op; None: no graphs."""
         ...
 
-    joined_seqs: int  # up to so many, a decode step and its head are one program: two calls would cost more than they do
+    joined_seqs: (
+        int  # up to so many, a decode step and its head are one program: two calls would cost more than they do
+    )
     threads: int  # of the CPU, that products use: other numbers may give other last bits
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:

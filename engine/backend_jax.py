@@ -29,7 +29,8 @@ from ..models.interface import (
     map_tree,
 )
 from ..sharding.rules import ShardingRules
-from .resident_jax import Resident, resident
+from .narrow_jax import Narrow
+from .resident_jax import Resident
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
@@ -59,12 +60,21 @@ GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 JOINED_SEQS = 64  # the GPU then takes less time for a step of a small model than two calls take of the host
 
 
-def compiler_options() -> dict[str, Any]:
-    """XLA's options for this platform."""
-    if jax.default_backend() != "gpu":
+# but for steps of so few tokens that XLA's own kernels read the weights faster than cuBLAS's
+TUNED_TOKENS = 2
+
+
+def compiler_options(args: tuple = ()) -> dict[str, Any]:
+    """XLA's options for this platform, and for a program with these arguments."""
+    if jax.default_backend() != "gpu" or is_tuned(args):
         return {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in GPU_OPTIONS.items() if name not in flags}
+
+
+def is_tuned(args: tuple) -> bool:
+    """Whether XLA measures kernels when it compiles a program for these arguments."""
+    return any(isinstance(x, StepInput) and x.num_tokens <= TUNED_TOKENS for x in args)
 
 
 def find_platform(device: str) -> str:
@@ -138,7 +148,9 @@ class JaxBackend:
         if eager and mesh is not None:
             raise NotImplementedError("enforce_eager=True with several devices: collectives only run compiled")
         self.eager, self.pure, self.threads = eager, pure, os.cpu_count() or 1
-        self.joined_seqs = JOINED_SEQS if jax.default_backend() == "gpu" and not eager and mesh is None else 0
+        # on one GPU what a step costs the host counts
+        self.lean = jax.default_backend() == "gpu" and mesh is None and not eager and not pure
+        self.joined_seqs = JOINED_SEQS if self.lean else 0
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if dtype != "float32" and jax.default_backend() == "cpu":
@@ -200,17 +212,18 @@ class JaxBackend:
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
         """fn(*args, ops=...) as a compiled program that takes `consumes` for good: touching its old value raises."""
+        at, small = args.index(consumes), tuple(i for i, name in enumerate(args) if name in ("inputs", "sampling"))
+        if self.lean and small:
+            fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
+            return Resident(Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options), small)
         fn = functools.partial(fn, ops=self.ops)
-        at = args.index(consumes)
         if self.eager:
             return functools.partial(_run_eagerly, fn, at, self.pure)
         options: dict[str, Any] = {"compiler_options": compiler_options() or None}
         if not self.pure:
             options["donate_argnums"] = at
         if self.mesh is None:
-            program = jax.jit(fn, **options)
-            # on a CPU there is no command buffer to keep
-            return program if jax.default_backend() == "cpu" else resident(program, args, ("inputs", "sampling"))
+            return jax.jit(fn, **options)
         everywhere = jax.NamedSharding(self.mesh, jax.P())
         ins, out = (tuple(self._shardings.get(name, everywhere) for name in names) for names in (args, outs))
         if len(outs) == 1:
@@ -223,11 +236,17 @@ class JaxBackend:
     def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
-        Lowered in order, since tracing holds the GIL; compiled in threads. A later call finds the executable. Eagerly
-        there is nothing to compile.
+        Lowered in order, since tracing holds the GIL; compiled in threads, but first and one by one what is tuned, as
+        it is measured. A later call finds the executable. Eagerly there is nothing to compile.
         """
         if self.eager:
             return
+        calls = list(calls)
+        if jax.default_backend() == "gpu":
+            for program, args in calls:
+                if is_tuned(args):
+                    program.lower(*args).compile()
+            calls = [(program, args) for program, args in calls if not is_tuned(args)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = []
             for program, args in calls:

@@ -78,9 +78,10 @@ class Shapes:
         seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
         sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
         if any_width:
-            tokens = steps(budget, 32)
-            # XLA makes no product of one row, and pads up to eight for cuBLAS, weights and all: a dozen kernels a layer
-            seqs, sampled = powers(2, max_num_seqs, 8), (8,) * (max_num_seqs > 8) + powers(4, max_num_seqs, 16)
+            tokens = steps(budget, 128)
+            # of one row XLA makes no product, and up to eight it pads for cuBLAS: a dozen kernels more a layer
+            few = tuple(n for n in (2, 8) if n < max_num_seqs)
+            seqs, sampled = few + powers(2, max_num_seqs, 32), few[1:] + powers(4, max_num_seqs, 16)
         if exact:
             seqs = sampled = tuple(range(1, max_num_seqs + 1))
             tokens = (*range(8, budget, 8), budget)

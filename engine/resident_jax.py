@@ -8,7 +8,6 @@ argument lies elsewhere than at the last call; that costs the host more than eve
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,9 +62,3 @@ def _is_kept(x: Any) -> bool:
 def _renew(old: jax.Array, new: jax.Array) -> jax.Array:
     """`new` at the address of `old`."""
     return new | False if new.dtype == bool else new + np.zeros((), new.dtype)
-
-
-def resident(program: Any, args: tuple[str, ...], names: tuple[str, ...]) -> Callable:
-    """The program with the arguments of these names kept, if it has any."""
-    at = tuple(i for i, name in enumerate(args) if name in names)
-    return Resident(program, at) if at else program

@@ -40,10 +40,10 @@ def serves(q_TKGD: jax.Array, new: dict[str, jax.Array], pools: dict[str, jax.Ar
     return plain and turns and new["v"].shape[-1] == q_TKGD.shape[-1]
 
 
-def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None) -> None:
-    """Some tokens and one kv head."""
+def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None, in_place: bool) -> None:
+    """Some tokens and one kv head. The pools are the last arguments, and behind q results too if not `in_place`."""
     qkv_ref, cos_ref, sin_ref, block_ref, offset_ref = refs[:5]
-    q_out_ref, k_pool_ref, v_pool_ref = refs[-3:]
+    k_pool_ref, v_pool_ref, q_out_ref = refs[-3:] if in_place else (refs[-2], refs[-1], refs[-3])
     num_tokens, dim, head = qkv_ref.shape[0], qkv_ref.shape[-1], pl.program_id(1)
     half, size = dim // 2, power_of_two(dim // 2)
     heads = power_of_two_above(groups)
@@ -106,7 +106,6 @@ def power_of_two_above(groups: int) -> int:
     return 1 << (groups + 1).bit_length()
 
 
-@functools.partial(jax.jit, static_argnames=("order", "eps", "interpret"))
 def rope_write(
     qkv_TKXD: jax.Array,
     cos_TH: jax.Array,
@@ -119,31 +118,51 @@ def rope_write(
     order: str,
     eps: float | None,
     interpret: bool = False,
+    in_place: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """q [T, K, G, D] turned, and the pools with keys (turned) and values at their slots. Consumes the pools.
 
     `qkv_TKXD` holds of each kv head its queries, its key, its value. With `scales` (of q, of k), q and k are normed
     first, with `eps`. Reference: JaxOps.qk_norm and the plain JaxOps.rope_write; the same to the last rounding.
+
+    `in_place` is not known to XLA: the pools that come back are those that were given, and the kernel has changed them.
+    Right only where nobody reads them before q is there, and nobody wants the old ones. Arrays that go in and come out
+    of a program cost the host more than anything else in a step (decision 022).
     """
+    q, *changed = _launch(
+        qkv_TKXD, cos_TH, sin_TH, pools["k"], pools["v"], blocks_T, offsets_T, scales,
+        order=order, eps=eps, interpret=interpret, in_place=in_place,
+    )  # fmt: skip
+    return q, pools if in_place else dict(zip(("k", "v"), changed, strict=True))
+
+
+# a program of its own, so that a step's layers are traced and lowered once
+@functools.partial(jax.jit, static_argnames=("order", "eps", "interpret", "in_place"))
+def _launch(
+    qkv_TKXD: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array, k_pool: jax.Array, v_pool: jax.Array,
+    blocks_T: jax.Array, offsets_T: jax.Array, scales: Any, *, order: str, eps: float | None, interpret: bool,
+    in_place: bool,
+) -> Any:  # fmt: skip
+    """q, and if not `in_place` both pools."""
     num_tokens, num_heads, groups, dim = (*qkv_TKXD.shape[:2], qkv_TKXD.shape[2] - 2, qkv_TKXD.shape[3])
     rows = power_of_two_above(groups)
     tokens = 1 if num_tokens <= FEW else max(1, ROWS // rows)
-    body = functools.partial(kernel, order=order, groups=groups, tokens=tokens, eps=eps if scales else None)
+    body = functools.partial(
+        kernel, order=order, groups=groups, tokens=tokens, eps=eps if scales else None, in_place=in_place
+    )
     arguments = [qkv_TKXD, cos_TH, sin_TH, blocks_T, offsets_T, *(scales or ())]
     at = len(arguments)
-    q, k, v = pl.pallas_call(
+    q_out = jax.ShapeDtypeStruct((num_tokens, num_heads, groups, dim), qkv_TKXD.dtype)
+    pool_outs = () if in_place else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_pool, v_pool))
+    return pl.pallas_call(
         body,
         grid=(pl.cdiv(num_tokens, tokens), num_heads),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_tokens, num_heads, groups, dim), qkv_TKXD.dtype),
-            *(jax.ShapeDtypeStruct(pools[name].shape, pools[name].dtype) for name in ("k", "v")),
-        ),
-        input_output_aliases={at: 1, at + 1: 2},
+        out_shape=(q_out, *pool_outs),
+        input_output_aliases={} if in_place else {at: 1, at + 1: 2},
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1 if tokens * rows <= 8 else 4, num_stages=1),
         name="rope_write",
-    )(*arguments, pools["k"], pools["v"])
-    return q, {"k": k, "v": v}
+    )(*arguments, k_pool, v_pool)
 
 
 def joined(q_TKGD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> jax.Array:

@@ -61,8 +61,9 @@ class JaxOps:
         self.experts_in_turn = experts_in_turn
         self.left: str | None = None
         self._attention = AttentionOp(attention, mode)
-        self._layers: dict[Any, Callable] = {}
+        self._layers: dict[Any, tuple[Callable, set[str]]] = {}
         self._normed: list = []  # what qk_norm made last, and of what
+        self._in_place = False
 
     def for_step(self, steps: Sequence) -> JaxOps:
         """The same ops, holding what attention derives once a step for all layers."""
@@ -91,14 +92,20 @@ class JaxOps:
             if plan is None:
                 return fn(w, cache, x_TE, step, spec, ops, layout)
             if (spec, layout) not in self._layers:
+                stays: set[str] = set()
 
                 def program(w: Any, cache: Any, x_TE: jax.Array, step: Any, plan: Any) -> Any:
                     held = copy.copy(ops)
                     held._attention, held._normed = ops._attention.holding(plan), []
-                    return fn(w, cache, x_TE, step, spec, held, layout)
+                    x_TE, changed = fn(w, cache, x_TE, step, spec, held, layout)
+                    stays.update(name for name, x in changed.items() if x is cache[name])
+                    return x_TE, changed
 
-                self._layers[spec, layout] = jax.jit(program)
-            return self._layers[spec, layout](w, cache, x_TE, step, plan)
+                self._layers[spec, layout] = jax.jit(program), stays
+            program, stays = self._layers[spec, layout]
+            x_TE, changed = program(w, cache, x_TE, step, plan)
+            # what stays is the very array that was given, also for who looks from outside the program
+            return x_TE, {name: cache[name] if name in stays else x for name, x in changed.items()}
 
         return call
 
@@ -299,7 +306,14 @@ class JaxOps:
                 q, k, scales, eps = norm.q_TKGD, norm.k_TKD, (norm.q_scale, norm.k_scale), norm.eps
         qkv_TKXD, interpret = fused.joined(q, k, new["v"]), jax.default_backend() == "cpu"
         return fused.rope_write(qkv_TKXD, rope.cos_TD, rope.sin_TD, pools, step.blocks_T, step.offsets_T, scales,
-                                order=order, eps=eps, interpret=interpret)  # fmt: skip
+                                order=order, eps=eps, interpret=interpret,
+                                in_place=self._in_place and not interpret)  # fmt: skip
+
+    def in_place(self) -> JaxOps:
+        """The same ops for programs whose caller gives the cache away: kernels may change it behind XLA's back."""
+        ops = copy.copy(self)
+        ops._in_place = True
+        return ops
 
     def _fuses(self) -> bool:
         """Whether small kernels of ours take the place of XLA's: on a GPU, or where attention's are interpreted too."""

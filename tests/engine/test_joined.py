@@ -71,6 +71,7 @@ def test_what_the_joined_head_does_not_have_takes_the_other_way(joining: None) -
     assert steps
 
 
+@pytest.mark.slow
 def test_a_warm_engine_compiles_no_joined_step(joining: None) -> None:
     llm = engine(backend="jax", warmup="all", max_num_seqs=2)
     before = llm.backend.num_compiles()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.backend_jax import compile_counter
-from octavo.engine.resident_jax import LARGEST, Resident, resident
+from octavo.engine.resident_jax import LARGEST, Resident
 
 
 def add(a, inputs):
@@ -59,9 +59,3 @@ def test_what_is_large_goes_through():
     large = {"x": np.ones(LARGEST // 4 + 1, np.float32), "y": np.ones(2, np.float32)}
     assert (np.asarray(program(np.float32(1), large)) == 3).all()
     assert [kept.shape for kept, _ in program.kept.values()] == [(2,)]
-
-
-def test_only_the_named_arguments_are_kept():
-    program = jax.jit(add)
-    assert resident(program, ("a", "rows"), ("inputs",)) is program
-    assert resident(program, ("a", "inputs"), ("inputs",)).at == (1,)

@@ -46,7 +46,7 @@ def expected(a: dict[str, np.ndarray], eps: float | None) -> tuple[np.ndarray, n
 
 
 def run(
-    a: dict[str, Any], eps: float | None, order: str, dtype: Any = jnp.float32, interpret: bool = True
+    a: dict[str, Any], eps: float | None, order: str, dtype: Any = jnp.float32, **how: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel makes of it, as `expected` returns it."""
     moved = order == ORDERS[1]
@@ -55,8 +55,11 @@ def run(
     places = (jnp.asarray(a[n], jnp.int32) for n in ("blocks", "offsets"))
     q, pools = fused.rope_write(
         jnp.asarray(a["qkv"], dtype), jnp.asarray(a["cos"], jnp.float32), jnp.asarray(a["sin"], jnp.float32),
-        {"k": k_pool, "v": v_pool}, *places, scales, order=order, eps=eps, interpret=interpret,
+        {"k": k_pool, "v": v_pool}, *places, scales, order=order, eps=eps,
+        **({"interpret": True} | how),
     )  # fmt: skip
+    # what is changed in place is not waited for
+    q.block_until_ready()
     out = np.stack([np.asarray(pools[n], np.float64) for n in ("k", "v")])
     return np.asarray(q, np.float64), out.swapaxes(2, 3) if moved else out
 
@@ -79,16 +82,18 @@ def test_programs_of_several_tokens_stop_at_the_last(groups, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("groups", "dim", "eps"), [(4, 128, None), (2, 128, 1e-6), (7, 80, 1e-6)])
-def test_rope_write_equals_float64_on_a_gpu(groups, dim, eps, dtype, order, monkeypatch):
+def test_rope_write_equals_float64_on_a_gpu(groups, dim, eps, dtype, order, in_place, monkeypatch):
     monkeypatch.setattr(f"{__name__}.BLOCKS", 80)
     for num_tokens in (3, 64, 301):
         a = arrays(num_tokens, groups, dim)
         if dtype == "bfloat16":
             a |= {n: a[n].astype(jnp.bfloat16).astype(np.float64) for n in ("qkv", "pools", "scales")}
-        for found, want in zip(run(a, eps, order, dtype, interpret=False), expected(a, eps), strict=True):
+        out = run(a, eps, order, dtype, interpret=False, in_place=in_place)
+        for found, want in zip(out, expected(a, eps), strict=True):
             # rounded to 8 bits: after the norm, and at the end
             near = 1e-5 if dtype == "float32" else 2**-7 * np.abs(want).max()
             np.testing.assert_allclose(found, want, rtol=0, atol=near)

@@ -1,0 +1,87 @@
+"""Programs through which only what changes goes: the same numbers, and what stays is not touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends import BACKENDS
+from oracle import greedy
+from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
+
+from octavo.engine.backend_jax import JaxBackend, compile_counter
+from octavo.engine.narrow_jax import Narrow
+
+pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="programs of JAX")
+
+
+def step(w: Any, state: dict[str, Any], inputs: dict[str, Any]) -> tuple:
+    """One leaf of the state changes, and with "more" in the inputs another."""
+    out = {"kept": state["kept"], "sum": state["sum"] + w * inputs["x"], "late": state["late"]}
+    if "more" in inputs:
+        out["late"] = state["late"] + inputs["more"]
+    return out["sum"] * 2, out
+
+
+def made(at: int = 1, back: int | None = 1, fn: Any = step) -> Narrow:
+    return Narrow(fn, at, back, (2,), lambda args: {})
+
+
+def state_of(*values: float) -> dict[str, Any]:
+    return {name: jnp.full(3, x) for name, x in zip(("kept", "sum", "late"), values, strict=True)}
+
+
+def test_results_are_right_and_what_stays_is_the_same_array():
+    program, state = made(), state_of(1, 2, 3)
+    old = dict(state)
+    for i, more in enumerate((False, False, True, False)):
+        inputs = {"x": np.float32(i)} | ({"more": np.float32(10)} if more else {})
+        doubled, state = program(np.float32(5), state, inputs)
+        assert (np.asarray(doubled) == 2 * np.asarray(state["sum"])).all()
+    assert np.asarray(state["sum"]).tolist() == [2 + 5 * (0 + 1 + 2 + 3)] * 3
+    assert np.asarray(state["late"]).tolist() == [13] * 3
+    assert state["kept"] is old["kept"]
+    # taken for good
+    assert old["sum"].is_deleted()
+    assert old["late"].is_deleted()
+
+
+def test_what_is_alone_comes_back_alone():
+    def alone(w: Any, state: dict[str, Any], inputs: Any) -> Any:
+        return step(w, state, inputs)[1]
+
+    out = made(back=None, fn=alone)(np.float32(1), state_of(1, 2, 3), {"x": np.float32(4)})
+    assert {name: float(x[0]) for name, x in out.items()} == {"kept": 1, "sum": 6, "late": 3}
+
+
+def test_a_lowered_program_is_the_one_that_runs():
+    program, inputs = made(), {"x": np.float32(1)}
+    compiled = program.lower(np.float32(5), state_of(1, 2, 3), inputs).compile()
+    # only the sum goes through
+    assert compiled.memory_analysis().alias_size_in_bytes == 12
+    before = compile_counter().compiles
+    program(np.float32(5), state_of(1, 2, 3), inputs)
+    assert compile_counter().compiles == before
+
+
+@pytest.fixture
+def lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for kernels that write in place."""
+    init = JaxBackend.__init__
+
+    def as_on_a_gpu(self: JaxBackend, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.lean, self.joined_seqs = True, 2
+
+    monkeypatch.setattr(JaxBackend, "__init__", as_on_a_gpu)
+
+
+@pytest.mark.slow
+def test_an_engine_of_such_programs_makes_the_oracles_tokens(lean: None) -> None:
+    llm = engine(backend="jax")
+    want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:3]]
+    assert tokens(llm, PROMPTS[:3], GREEDY) == want
+    # hits, too
+    assert tokens(llm, PROMPTS[2:3], GREEDY) == want[2:3]
