@@ -241,17 +241,16 @@ class JaxBackend:
         """
         if self.eager:
             return
-        calls = list(calls)
-        if jax.default_backend() == "gpu":
-            for program, args in calls:
-                if is_tuned(args):
-                    program.lower(*args).compile()
-            calls = [(program, args) for program, args in calls if not is_tuned(args)]
+        ahead, calls = [], list(calls)
+        if self.lean:
+            ahead = [call for call in calls if is_tuned(call[1])]
+            calls = [call for call in calls if not is_tuned(call[1])]
+        for program, args in ahead:
+            program.lower(*args).compile()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            waiting = []
+            waiting = [pool.submit(lowered.compile) for program, args in ahead for lowered in renewals(program, args)]
             for program, args in calls:
-                more = program.renewals(*args) if isinstance(program, Resident) else []
-                waiting += [pool.submit(lowered.compile) for lowered in (program.lower(*args), *more)]
+                waiting += [pool.submit(x.compile) for x in (program.lower(*args), *renewals(program, args))]
             for one in waiting:
                 one.result()
 
@@ -304,6 +303,11 @@ class JaxBackend:
     def num_cache_hits(self) -> int:
         """How many of these the cache on disk already held."""
         return self._counter.cache_hits
+
+
+def renewals(program: Any, args: tuple) -> list[Any]:
+    """Lowered programs that a later call with other numbers will run beside this one."""
+    return program.renewals(*args) if isinstance(program, Resident) else []
 
 
 def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:

@@ -44,7 +44,7 @@ class Narrow:
         return self._traced(lambda program: program.lower, args)[0]
 
     def _traced(self, call: Callable[[Any], Any], args: tuple) -> tuple[Any, Same, list, Any]:
-        """What call(program) returns, which leaves stay, the arguments with only those, the tree of what is consumed."""
+        """What call(program) returns, which leaves stay, the arguments with only those, the consumed tree."""
         leaves, self.tree = jax.tree.flatten(args[self.at])
         kind = tuple(jax.tree.structure(args[i]) for i in self.kinds)
         if not self.same:

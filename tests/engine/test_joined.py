@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="JAX joins them")
 
 @pytest.fixture
 def joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, up to 2 sequences."""
+    """As on a GPU, but for kernels that write in place, and up to 2 sequences."""
     made = JaxBackend.__init__
 
     def init(self: JaxBackend, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        self.joined_seqs = 2
+        self.lean, self.joined_seqs = True, 2
 
     monkeypatch.setattr(JaxBackend, "__init__", init)
 
@@ -72,8 +72,11 @@ def test_what_the_joined_head_does_not_have_takes_the_other_way(joining: None) -
 
 
 @pytest.mark.slow
-def test_a_warm_engine_compiles_no_joined_step(joining: None) -> None:
-    llm = engine(backend="jax", warmup="all", max_num_seqs=2)
+def test_a_warm_engine_compiles_nothing_whatever_the_numbers(joining: None) -> None:
+    """Sequences come and go, and block tables grow."""
+    llm = engine(backend="jax", warmup="all", max_num_seqs=4)
     before = llm.backend.num_compiles()
-    tokens(llm, PROMPTS[:3], GREEDY)
+    want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:5]]
+    assert tokens(llm, PROMPTS[:5], GREEDY) == want
+    assert tokens(llm, PROMPTS[1:2], GREEDY) == want[1:2]
     assert llm.backend.num_compiles() == before

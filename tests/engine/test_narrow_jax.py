@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import BACKENDS
-from oracle import greedy
-from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
-from octavo.engine.backend_jax import JaxBackend, compile_counter
+from octavo.engine.backend_jax import compile_counter
 from octavo.engine.narrow_jax import Narrow
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="programs of JAX")
@@ -64,24 +62,3 @@ def test_a_lowered_program_is_the_one_that_runs():
     before = compile_counter().compiles
     program(np.float32(5), state_of(1, 2, 3), inputs)
     assert compile_counter().compiles == before
-
-
-@pytest.fixture
-def lean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for kernels that write in place."""
-    init = JaxBackend.__init__
-
-    def as_on_a_gpu(self: JaxBackend, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.lean, self.joined_seqs = True, 2
-
-    monkeypatch.setattr(JaxBackend, "__init__", as_on_a_gpu)
-
-
-@pytest.mark.slow
-def test_an_engine_of_such_programs_makes_the_oracles_tokens(lean: None) -> None:
-    llm = engine(backend="jax")
-    want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:3]]
-    assert tokens(llm, PROMPTS[:3], GREEDY) == want
-    # hits, too
-    assert tokens(llm, PROMPTS[2:3], GREEDY) == want[2:3]
