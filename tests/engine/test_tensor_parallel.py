@@ -64,6 +64,20 @@ def test_what_does_not_divide_is_refused_with_numbers(size: int, words: str) -> 
         engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=size)
 
 
+@pytest.mark.slow
+def test_rules_of_ones_own_share_what_they_name() -> None:
+    one, own = (
+        engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=n, sharding_rules={"kv_heads": "tp"}) for n in (1, 2)
+    )
+    assert tokens(own, PROMPTS[:3]) == tokens(one, PROMPTS[:3])
+    assert_bytes_as_planned(own, 2)
+    # qkv and out, of 2 layers: 64 x 8 x 4 x 8 and 8 x 2 x 8 x 64 numbers
+    assert (
+        one.memory_plan.weights_bytes - own.memory_plan.weights_bytes == 4 * 2 * (64 * 8 * 4 * 8 + 8 * 2 * 8 * 64) // 2
+    )
+    assert [c.where for c in own.memory_plan.collectives] == ["out"]
+
+
 def test_a_fresh_process_needs_no_flag() -> None:
     """The engine asks for virtual devices itself, where JAX has not started."""
     source = (

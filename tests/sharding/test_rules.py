@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.models.interface import ArraySpec
-from octavo.sharding.rules import ShardingRules, check_divides, tensor_parallel
+from octavo.sharding.rules import ShardingRules, check_divides, check_known, preset, tensor_parallel
 
 SPECS = {
     "layers": [
@@ -53,3 +53,31 @@ def test_smollm2_splits_in_three():
     check_divides(specs, tensor_parallel(), {"tp": 3})
     with pytest.raises(ValueError, match="num_kv_heads 3 is not divisible by tensor_parallel_size 2: 1, 3 would"):
         check_divides(specs, tensor_parallel(), {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "want"),
+    [
+        ({"dp": 1, "pp": 1, "tp": 1}, True, {}),
+        ({"dp": 1, "pp": 1, "tp": 4}, False, {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}),
+        ({"dp": 1, "pp": 1, "tp": 4}, True, {"kv_heads": "tp", "mlp": "tp", "vocab": "tp", "experts": ("tp",)}),
+        ({"dp": 2, "pp": 1, "tp": 2}, True, {"kv_heads": "tp", "mlp": "tp", "vocab": "tp", "experts": ("dp", "tp")}),
+        ({"dp": 2, "pp": 2, "tp": 1}, True, {"experts": ("dp",), "layers": "pp"}),
+    ],
+    ids=str,
+)
+def test_presets_are_products_of_their_sizes(shape, experts, want):
+    assert dict(preset(shape, experts)) == want
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"heads": "tp"}, "no array has an axis 'heads': vocab, kv_heads"),
+        ({"mlp": "ep"}, "'mlp' goes to 'ep': mesh axes"),
+    ],
+    ids=str,
+)
+def test_rules_of_ones_own_name_what_there_is(table, words):
+    with pytest.raises(ValueError, match=words):
+        check_known(ShardingRules(table), {"dp": 1, "pp": 1, "tp": 2})
