@@ -86,13 +86,20 @@ def serve(commands: Connection, results: Connection) -> None:
     log.setLevel(join.log_level)
     from .world import World
 
+    backend = join.config.backend
     with Caught() as caught:
         from .build import build_device
 
         world = World.of_child(join, leader)
         runner = build_device(join.config, join.weights, world=world).runner
         del join
-        follow(leader, runner)
+        try:
+            follow(leader, runner)
+        except SystemExit:
+            # threads of gloo do not survive the interpreter's end; JAX's processes part at theirs
+            if backend == "torch":
+                os._exit(0)
+            raise
     if caught.error is not None:
         leader.report(Failed(portable(caught.error)))
         raise caught.error

@@ -43,7 +43,14 @@ def compiled(program: Any, *args: Any) -> Counter[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name, more", [("dense", {}), ("moe", {}), ("moe", EP)], ids=["dense", "moe", "moe-ep"])
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        pytest.param("dense", {}, id="dense"),
+        pytest.param("moe", {}, id="moe", marks=pytest.mark.slow),
+        pytest.param("moe", EP, id="moe-ep", marks=pytest.mark.slow),
+    ],
+)
 def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
     llm = MODELS[name](backend="jax", tensor_parallel_size=2, **more)
     runner, rows = llm.runner, np.arange(4, dtype=np.int32)
