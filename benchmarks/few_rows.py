@@ -73,7 +73,7 @@ def warm(depth: int, width: int, norm: bool, gate: bool, add: bool, tile: Tiling
     parts = (torch.float32, torch.int32) if tile.splits > 1 else (half, half)
     constants = few_rows.constants_of(depth, width, gate, add, tile)
     few_rows_kernels.product.warmup(
-        *(half,) * 4, *parts, 1, depth, grid=(1,), **constants, **early(torch.device("cuda"))
+        *(half,) * 4, *parts, 1, depth, grid=(1,), **constants, **early(torch.device("cuda"), 1)
     )
 
 

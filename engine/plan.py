@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -122,6 +123,7 @@ class Plan:
         """The hidden rows that the forward has to keep, beside the last layer's."""
         return tuple(sorted({name for read in self.reads for name in read.hidden} - {"last"}))
 
-    @property
+    @cached_property
     def sampled(self) -> list[Chunk]:
+        """The chunks out of which a token comes; asked for several times a step."""
         return [c for c in self.chunks if c.samples]

@@ -107,6 +107,7 @@ def product(x: Tensor, w: Tensor, tile: Tiling, gate: bool, add: Tensor | None) 
         size = tiles * tile.splits * tile.rows * tile.columns * (1 + gate)
         parts, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)
     kernels.product[(tiles, tile.splits)](
-        x, w, x if add is None else add, out, parts, turns, num_rows, x.stride(0), **constants, **early(x.device)
-    )
+        x, w, x if add is None else add, out, parts, turns, num_rows, x.stride(0),
+        **constants, **early(x.device, tiles * tile.splits),
+    )  # fmt: skip
     return out

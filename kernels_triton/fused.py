@@ -118,7 +118,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     size = triton.next_power_of_2(x.shape[-1])
     norm_kernel[(len(rows),)](
         rows, rows, scale, rows, out, eps, rows.stride(0), 0,
-        E=x.shape[-1], B=size, ADD=False, **early(x.device), num_warps=norm_warps(size),
+        E=x.shape[-1], B=size, ADD=False, **early(x.device, len(rows)), num_warps=norm_warps(size),
     )  # fmt: skip
     return out
 
@@ -129,7 +129,7 @@ def add_rms_norm(x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tenso
     size = triton.next_power_of_2(x.shape[-1])
     norm_kernel[(len(xs),)](
         xs, ys, scale, total, out, eps, xs.stride(0), ys.stride(0),
-        E=x.shape[-1], B=size, ADD=True, **early(x.device), num_warps=norm_warps(size),
+        E=x.shape[-1], B=size, ADD=True, **early(x.device, len(xs)), num_warps=norm_warps(size),
     )  # fmt: skip
     return total, out
 
@@ -140,7 +140,7 @@ def qk_norm(q_TKGD: Tensor, k_TKD: Tensor, q_scale: Tensor, k_scale: Tensor, eps
     qk_norm_kernel[(num_tokens, heads)](
         q_TKGD, k_TKD, q_scale, k_scale, q_out, k_out, eps, *q_TKGD.stride()[:3], *k_TKD.stride()[:2],
         K=heads, G=group, D=dim, B=triton.next_power_of_2(dim), GP=triton.next_power_of_2(group + 1), num_warps=1,
-        **early(q_TKGD.device),
+        **early(q_TKGD.device, num_tokens * heads),
     )  # fmt: skip
     return q_out, k_out
 
@@ -150,8 +150,9 @@ def gated_mlp_act(x_TXF: Tensor) -> Tensor:
     x_TXF = x_TXF.contiguous()
     num_tokens, _, size = x_TXF.shape
     out = empty((num_tokens, size), x_TXF)
-    gate_kernel[(num_tokens, triton.cdiv(size, GATE_TILE))](
-        x_TXF, out, F=size, B=GATE_TILE, **early(x_TXF.device), num_warps=4,
+    tiles = triton.cdiv(size, GATE_TILE)
+    gate_kernel[(num_tokens, tiles)](
+        x_TXF, out, F=size, B=GATE_TILE, **early(x_TXF.device, num_tokens * tiles), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -174,6 +175,6 @@ def rope_write(
         k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h),
         K=heads, G=group, D=dim, V=value_dim,
         GP=triton.next_power_of_2(group + 1), HP=half, VP=triton.next_power_of_2(value_dim), num_warps=1,
-        **early(q_TKGD.device),
+        **early(q_TKGD.device, num_tokens * heads),
     )  # fmt: skip
     return out

@@ -166,7 +166,6 @@ def launch_decode(
         num_parts += shared_prefix.num_splits(num_seqs * heads, keys, num_processors(q.device))
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
     prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": LEAST_KEYS}
-    again |= early(q.device)
     if num_parts > 1:
         rows = num_seqs * heads * group * num_parts
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
@@ -174,8 +173,9 @@ def launch_decode(
     kernels.decode[(heads, num_seqs, splits)](
         q, k, v, tables, lengths, starts, prefixes, q if sinks is None else sinks, out, parts, peaks, sums,
         spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
-        **constants, **again, SINKS=sinks is not None, SPLIT=num_parts > 1,
-        M=tiling.rows, N=tiling.keys, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **constants, **again, **early(q.device, heads * num_seqs * splits),
+        SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
         rows = min(prefill_tiling(spec, q.dtype).rows, shared_prefix.TILE * triton.next_power_of_2(group))
@@ -189,6 +189,7 @@ def launch_decode(
             HEADS=heads * group, V=spec.v_dim, VP=constants["VP"],
             Z=MAX_SPLITS if shared is None else shared_prefix.MAX_PARTS,
             WINDOW=constants["WINDOW"], N=tiling.keys, **again, num_warps=4,
+            **early(q.device, heads * group * num_seqs),
         )  # fmt: skip
 
 
