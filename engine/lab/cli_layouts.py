@@ -28,7 +28,7 @@ def layouts(
     layout: Layouts = None,
     check: Annotated[bool, typer.Option(help="Only check that each writes and reads what it should.")] = False,
     text: Annotated[Path | None, typer.Option(help="Measure quality on this file; none: on a text of ours.")] = None,
-    window: Annotated[int, typer.Option(help="Tokens of the pieces into which the text is cut.")] = 768,
+    window: Annotated[int, typer.Option(help="Tokens of the pieces into which the text is cut.")] = 640,
     prompt: Annotated[int, typer.Option(help="Tokens of each piece that are its prompt; the rest are scored.")] = 512,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache when a step is timed.")] = "256,1024,4096",
     memory: Annotated[str, typer.Option(help="Bytes of cache that blocks are to fit: 1G, 512M ...")] = "1G",

@@ -62,7 +62,7 @@ def measure_layouts(
     layouts: Sequence[str | CacheLayout] = (),
     *,
     text: Sequence[int],
-    window: int = 768,
+    window: int = 640,
     prompt: int = 512,
     contexts: Sequence[int] = (256, 1024, 4096),
     memory: int = 2**30,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,8 @@ from octavo.engine.cli import app
 from octavo.engine.lab.layout_checks import check_layout
 from octavo.engine.lab.layouts import Measured, measure_layouts
 from octavo.engine.lab.layouts_plot import draw
+from octavo.engine.lab.prompts import tokenized
+from octavo.engine.lab.text import TEXT as TEXT_OF_OURS
 from octavo.models.interface import AttentionSpec
 from octavo.models.layouts import LAYOUTS, HeadMajor, TokenMajor
 
@@ -130,6 +133,14 @@ class Unseen(TokenMajor):
         return out + 0 * ops.xp.max(cache["v"]), cache
 
 
+@dataclass(frozen=True)
+class Unturned(TokenMajor):
+    """Forgets rope."""
+
+    def attention(self, ops, cache, parts, step, spec):
+        return super().attention(ops, cache, parts, step, replace(spec, rope=None))
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "message"),
     [
@@ -142,6 +153,11 @@ class Unseen(TokenMajor):
 def test_a_wrong_layout_is_found(kind, check, message):
     wrong = [c for c in check_layout(kind(8), get_backend(BACKENDS[0]), SPEC) if not c.ok]
     assert wrong and wrong[0].check == check and message in wrong[0].found
+
+
+def test_what_forgets_rope_is_not_called_exact():
+    found = {c.check: c.found for c in check_layout(Unturned(8), get_backend(BACKENDS[0]), SPEC)}
+    assert re.fullmatch(r"lossy: on noise [2-9]\d\.\d% from exact .*", found["attention"])
 
 
 def test_on_the_command_line_a_wrong_layout_ends_with_status_1(tmp_path):
@@ -171,3 +187,15 @@ class Mine(TokenMajor):
     def attention(self, ops, cache, parts, step, spec):
         return super().attention(ops, cache, parts | {"v": self.factor * parts["v"]}, step, spec)
 """
+
+
+@pytest.mark.slow
+def test_int8_costs_smollm2_less_than_a_thousandth_of_a_nat():
+    """On the shipped text; the exact ones cost nothing."""
+    model = str(embedded_model())
+    (ids,) = tokenized(model, [TEXT_OF_OURS])
+    found = measure_layouts(model, ("head_major", "int8"), text=ids, window=544, contexts=(16,), **QUIET)
+    exact, head_major, narrow = found
+    assert exact.exact and head_major.exact
+    assert 0 < narrow.kl < 1e-3
+    assert narrow.num_tokens == 64
