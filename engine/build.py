@@ -353,8 +353,10 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
     names = config.given - {"model", "step_log", "layout"}
     if not isinstance(config.scheduling_policy, str):
         names -= {"scheduling_policy"}
+    # a layout by value brings its block size
+    of_layout = {"layout": layout_text(config.layout), "block_size": config.block_size}
     return {
-        "arguments": {name: getattr(config, name) for name in sorted(names)} | {"layout": layout_text(config.layout)},
+        "arguments": {name: getattr(config, name) for name in sorted(names)} | of_layout,
         "versions": {name: version(name) for name in (config.backend, "numpy")},
         "machine": f"{platform.machine()} {platform.processor()} {platform.python_version()}",
         "threads": runner.backend.threads,

@@ -15,6 +15,8 @@ from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import BeamSearchParams, SamplingParams
 from octavo.engine.backend import get_backend
+from octavo.engine.functional import generate, init_cache, pad_prompts
+from octavo.engine.lab.replay import replay
 from octavo.models.interface import CacheState, map_tree
 from octavo.models.keeps import Keeps
 from octavo.models.layouts import H2O, LAYOUTS, SnapKV, StreamingLLM
@@ -34,19 +36,22 @@ SMALL: dict[str, tuple[Any, sim.Rule]] = {
     "snapkv": (SnapKV(4, budget=14, recent=5), sim.snapkv(14, 5, 5)),
     "snapkv, no pool": (SnapKV(8, budget=10, recent=1, pool=1), sim.snapkv(10, 1, 1)),
 }
-MAIN = ("streaming", "h2o", "snapkv")
 LONG = [PROMPTS[i] for i in (0, 1, 2, 3, 7, 8)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
 
 
-def cases(fast_on_jax: tuple[str, ...]) -> Any:
-    """Backends and kinds: where programs are compiled, those of one layout each are fast tests, or slow ones."""
+def cases(torch: Any, jax: Any, slow: Any) -> Any:
+    """Kinds by backend, those of `slow` in slow tests: on JAX programs are compiled."""
+    listed = {"torch": torch, "jax": jax}
+    cases = [(b, kind, (b, kind) in slow) for b in BACKENDS for kind in listed[b]]
+    return pytest.mark.parametrize(
+        ("backend", "kind"), [pytest.param(b, kind, marks=[pytest.mark.slow] * s) for b, kind, s in cases]
+    )
 
-    def marks(backend: str, kind: str) -> Any:
-        return () if backend == "torch" or kind in fast_on_jax else pytest.mark.slow
 
-    some = [(b, k) for b in BACKENDS for k in SMALL if b == "torch" or k in MAIN]
-    return pytest.mark.parametrize(("backend", "kind"), [pytest.param(b, k, marks=marks(b, k)) for b, k in some])
+@functools.cache
+def exact() -> list[list[int]]:
+    return [greedy(spec_of(TINY), numpy_weights(TINY), p, 24) for p in LONG]
 
 
 @functools.cache
@@ -68,7 +73,7 @@ def check(llm: Any, kind: str) -> None:
         assert np.abs(np.array(found) - logprobs).max() < 1e-4
 
 
-@cases(MAIN)
+@cases(SMALL, ("streaming", "h2o", "snapkv"), slow=[("jax", "streaming"), ("jax", "snapkv")])
 def test_the_simulation_and_the_engine_agree(backend, kind):
     """Also with a pool in which somebody is preempted, chunks of all sizes, and one step at a time."""
     layout, _ = SMALL[kind]
@@ -81,9 +86,8 @@ def test_the_simulation_and_the_engine_agree(backend, kind):
 
 def test_the_rules_matter():
     """What is compared would differ if nothing were forgotten, and by kind."""
-    exact = [greedy(spec_of(TINY), numpy_weights(TINY), p, 24) for p in LONG[3:4]]
     found = {kind: simulated(kind, tuple(LONG[3]))[0] for kind in SMALL}
-    assert all(tokens != exact[0] for tokens in found.values())
+    assert all(tokens != exact()[3] for tokens in found.values())
     assert len({tuple(tokens) for tokens in found.values()}) == len(SMALL)
 
 
@@ -99,17 +103,19 @@ def test_the_rules_matter():
     ids=lambda layout: type(layout).__name__,
 )
 def test_a_budget_as_long_as_the_sequence_is_exact(backend, layout):
-    want = [greedy(spec_of(TINY), numpy_weights(TINY), p, 24) for p in LONG]
-    assert tokens(llm_of(backend, layout), LONG) == want
+    assert tokens(llm_of(backend, layout), LONG) == exact()
 
 
-@cases(())
+@cases(
+    ("streaming", "h2o", "h2o, whole prompt", "snapkv"), ("streaming", "h2o"), [("jax", "streaming"), ("jax", "h2o")]
+)
 def test_samples_are_the_same_whatever_else_runs(backend, kind):
     """n = 2, random, with preemptions forced and freed blocks poisoned: each equals the request that ran alone."""
     layout, _ = SMALL[kind]
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=5, n=2)
-    alone = engine_outputs(llm_of(backend, layout, max_num_seqs=1), params)
     llm = llm_of(backend, layout, max_num_batched_tokens=13)
+    alone = engine_outputs(llm, params)
+    assert llm.scheduler.num_preemptions == 0 and llm.reset_prefix_cache()
     for i, prompt in enumerate(LONG):
         llm.add_request(str(i), prompt, params)
     found, step = {}, 0
@@ -229,6 +235,36 @@ def test_the_device_counts_as_the_host_does(backend, keeps):
     done, prompt = (get_backend(backend).own(np.array(x, np.int32)) for x in zip(*pairs, strict=True))
     found = get_backend(backend).read(left(xp, keeps, done, prompt))
     assert found.tolist() == [keeps.left(*pair) for pair in pairs]
+
+
+@cases(("streaming", "snapkv"), ("h2o, whole prompt",), slow=[("torch", "streaming"), ("jax", "h2o, whole prompt")])
+def test_a_batch_in_one_program_forgets_as_the_engine_does(backend, kind):
+    layout, (ids, lengths) = SMALL[kind][0], pad_prompts(LONG)
+    made_of = {"model": spec_of(TINY), "backend": get_backend(backend), "layout": layout}
+    weights = map_tree(lambda s, x: made_of["backend"].place_weight(x, s), spec_of(TINY).weights, numpy_weights(TINY))
+    cache = init_cache(*made_of.values(), *ids.shape, 12)
+    made = generate(weights, cache, ids, lengths, 12, **made_of)
+    assert np.asarray(made.token_ids_SM).tolist() == [simulated(kind, tuple(p))[0][:12] for p in LONG]
+
+
+def test_a_batch_in_one_program_reads_no_prompt_in_sections():
+    layout, (ids, lengths) = SMALL["h2o"][0], pad_prompts(LONG)
+    made_of = {"model": spec_of(TINY), "backend": get_backend(BACKENDS[0]), "layout": layout}
+    cache = init_cache(*made_of.values(), *ids.shape, 12)
+    with pytest.raises(NotImplementedError, match="prompts of 77 tokens"):
+        generate({}, cache, ids, lengths, 12, **made_of)
+
+
+def test_a_run_with_preemptions_replays_bit_for_bit(tmp_path):
+    """The log names the layout with its fields, and what the blocks keep."""
+    layout = SMALL["h2o"][0]
+    log = tmp_path / "steps.jsonl"
+    llm = llm_of(BACKENDS[0], layout, num_gpu_blocks_override=[9, 60], step_log=str(log))
+    tokens(llm, LONG)
+    assert llm.scheduler.num_preemptions
+    assert llm.scheduler.load(llm.scheduler.dump()).blocks.layout_keeps == layout.keeps
+    found = replay(log, model=spec_of(TINY), weights=numpy_weights(TINY))
+    assert found.ok and found.changes == [] and found.num_tokens == 24 * len(LONG)
 
 
 def test_a_layout_is_named_as_text():
