@@ -23,10 +23,11 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 # compiling takes JAX a while
 FAST = {"torch": ("plain", "chunks of 16", "preempted"), "jax": ("chunks of 16",)}
+TRIED = {"torch": tuple(ROWS), "jax": ("chunks of 16", "preempted", "warm")}
 PAIRS = [
     pytest.param(backend, row, marks=[pytest.mark.slow] * (row not in FAST[backend]))
     for backend in BACKENDS
-    for row in ROWS
+    for row in TRIED[backend]
 ]
 PROMPTS = PROMPTS[:6]
 
@@ -50,7 +51,7 @@ def test_tokens_do_not_depend_on(backend: str, row: str, want: list[list[int]]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS[:1])
 def test_samples_do_not_depend_on_their_company(backend: str) -> None:
     params = replace(RANDOM, n=2)
     llm = tiny_moe.engine(backend=backend)
