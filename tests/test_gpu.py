@@ -75,6 +75,45 @@ def test_triton_attention_equals_float64(dtype: str, near: float) -> None:
             assert not out[len(want) :].any(), case.name
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
+def test_triton_reads_caches_of_8_bits(dtype: str, near: float) -> None:
+    import torch
+    from kernels.test_triton_narrow import FP8, RAGGED, check
+
+    backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
+    for i, case in enumerate(RAGGED):
+        for codes, scaled in ((torch.int8, True), (FP8, True), (FP8, False)):
+            check(case, ("n p k d", "n k p d")[i % 2], codes, scaled, backend, near)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+def test_products_of_few_rows_equal_float64_and_themselves() -> None:
+    """Compiled, in bfloat16: splits are added up in one order, whoever comes last."""
+    import torch
+
+    from octavo.kernels_triton import few_rows
+
+    g = torch.Generator("cuda").manual_seed(0)
+    for rows, depth, width, gate, add, tile in (
+        (1, 2048, 1024, False, True, (16, 64, 128, 8, 4, 4, 256)),
+        (13, 3072, 1000, False, True, (16, 64, 128, 8, 4, 4, 256)),
+        (16, 1024, 6144, True, False, (16, 64, 128, 2, 4, 4, 0)),
+        (50, 1000, 640, True, False, (64, 32, 64, 4, 4, 3, 64)),
+    ):
+        x, w = (torch.randn(n, generator=g, device="cuda").bfloat16() for n in ((rows, depth), (depth, width)))
+        rest = torch.randn((rows, width // (1 + gate)), generator=g, device="cuda").bfloat16()
+        want = x.double() @ w.double() / depth**0.5
+        if gate:
+            want = torch.nn.functional.silu(want[:, : width // 2]) * want[:, width // 2 :]
+        w, found = (w.double() / depth**0.5).bfloat16(), []
+        for _ in range(3):
+            found.append(few_rows.product(x, w, few_rows.Tiling(*tile), gate, rest.clone() if add else None))
+        want = want + rest.double() if add else want
+        assert float((found[0].double() - want).norm() / want.norm()) < 1e-2
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_prefixes_equal_float64(backend: str, dtype: str, near: float) -> None:
