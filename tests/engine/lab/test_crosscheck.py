@@ -180,7 +180,7 @@ def test_a_scale_that_is_off_by_2_percent_is_named_and_rounding_is_not(which):
     """Codes of 8 bits differ by one where a number lies between two: no fault, however far it has gone on."""
     backend = BACKENDS[-1] if which else BACKENDS[0]
     names = "oracle", f"{backend}:reference", f"{__file__}:scale_of_head{which}"
-    right, wrong = check(*names, layout="int8", free_running=False, separate=False)
+    right, wrong = check(*names, layout="int8", prompts=SOME[:2], free_running=False, separate=False)
     assert right.ok, right.verdict
     assert wrong.fault is not None and (wrong.fault.layer, wrong.fault.op) == (2, "rope.k_scale")
     assert wrong.fault.block is not None and wrong.fault.block.startswith("kv head 1")
