@@ -255,6 +255,13 @@ def test_a_batch_in_one_program_reads_no_prompt_in_sections():
         generate({}, cache, ids, lengths, 12, **made_of)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="needs JAX's virtual devices")
+def test_heads_on_two_devices_each_decide_for_themselves():
+    llm = llm_of("jax", SMALL["h2o"][0], tensor_parallel_size=2)
+    assert tokens(llm, LONG[2:4]) == [simulated("h2o", tuple(p))[0] for p in LONG[2:4]]
+
+
 def test_a_run_with_preemptions_replays_bit_for_bit(tmp_path):
     """The log names the layout with its fields, and what the blocks keep."""
     layout = SMALL["h2o"][0]
