@@ -40,7 +40,8 @@ class Measured:
 
     layout: str
     keeps: str
-    bytes_a_token: float  # in all layers
+    bytes_a_token: float  # that is kept, in all layers
+    bytes_a_token_sent: float  # of a request of max_model_len, those counted that are dropped
     bytes_a_request: int  # beside its tokens
     num_blocks: int  # that fit the memory, of the group that has fewest
     num_requests: float  # of max_model_len that fit it at once
@@ -134,6 +135,7 @@ def room(parts: Parts, memory: int, max_model_len: int) -> dict[str, Any]:
     by_row = [row_specs_of(parts.layout, a, 1).values() for a in parts.model.attention]
     return {
         "bytes_a_token": sum(g.block_bytes for g in plan.groups) / config.block_size,
+        "bytes_a_token_sent": sum(g.block_bytes * g.blocks_a_request for g in plan.groups) / plan.max_model_len,
         "bytes_a_request": sum(spec_bytes(s, config.dtype, {}) for specs in by_row for s in specs),
         "num_blocks": min(plan.num_blocks),
         "num_requests": plan.full_length_requests,

@@ -29,18 +29,18 @@ def _draw_quality(axes: Any, found: Sequence[Measured]) -> None:
     """A point a layout; those that lie on one another share a label."""
     labels: dict[tuple[float, float], list[str]] = {}
     for i, m in enumerate(found):
-        at = m.bytes_a_token / 1024, max(m.kl, LOWEST)
+        at = m.bytes_a_token_sent / 1024, max(m.kl, LOWEST)
         axes.plot(*at, "o" if m.keeps == "all" else "s", color=f"C{i % 10}", markersize=8)
         key = next((k for k in labels if abs(k[0] / at[0] - 1) < 0.02 and 0.6 < k[1] / at[1] < 1.6), at)
         labels.setdefault(key, []).append(m.layout)
     for at, names in labels.items():
         axes.annotate("\n".join(names), at, xytext=(8, 4), textcoords="offset points", fontsize="small")
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.3 * max(m.bytes_a_token for m in found) / 1024)
+    axes.set_xlim(0, 1.3 * max(m.bytes_a_token_sent for m in found) / 1024)
     axes.set_ylim(LOWEST / 3, 3 * max(10 * NOISE, *(m.kl for m in found)))
     axes.axhline(LOWEST, color="gray", linewidth=0.8, linestyle=":")
     axes.text(0.01, LOWEST * 1.2, " exact", fontsize="small", color="gray", transform=axes.get_yaxis_transform())
-    axes.set_xlabel("KiB a cached token takes (less is better)")
+    axes.set_xlabel("KiB of cache a token of a long request takes (less is better)")
     axes.set_ylabel("KL from exact, nats a token (less is better)")
     axes.set_title("memory against quality (squares: drop tokens)", fontsize="medium")
     axes.grid(alpha=0.3)

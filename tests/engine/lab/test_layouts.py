@@ -37,7 +37,10 @@ def measured(*layouts: str, text: list[int] = TEXT) -> list[Measured]:
 
 @pytest.fixture(scope="module")
 def some() -> dict[str, Measured]:
-    return {m.layout: m for m in measured("head_major", "k_transposed", "int8", "kivi", "streaming_llm:window=12")}
+    return {
+        m.layout: m
+        for m in measured("head_major", "k_transposed", "int8", "kivi", "streaming_llm:window=12", "h2o:budget=32")
+    }
 
 
 def test_quality_is_that_of_the_oracle(some):
@@ -69,6 +72,17 @@ def test_bytes_are_worked_out_by_hand(some):
     assert some["kivi"].bytes_a_token == 4 * 2 * (2 * 2 + 8 * 4 / 8 + 4)
     assert some["kivi"].bytes_a_request == 4 * 2 * 8 * 8 * 4
     assert some["int8"].bytes_a_request == 0
+
+
+def test_a_dropped_token_takes_nothing(some):
+    """Of 128 tokens: two layers that look back on all hold 32, with a position and a weight for each of 2 heads."""
+    assert some["token_major"].bytes_a_token_sent == some["token_major"].bytes_a_token == 512
+    held = 2 * (128 + 2 * 8) * 32 + 2 * 128 * 128
+    assert some["h2o:budget=32"].bytes_a_token_sent * 128 == held
+
+
+def test_blocks_that_fit_follow_from_bytes(some):
+    """Of a MiB."""
     for name in ("token_major", "int8", "kivi"):
         assert some[name].num_blocks == int(2**20 / 8 / some[name].bytes_a_token)
 
