@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from attention_batches import ORDERS, Batch, backend_of, expected, make_batch, make_step
 from backends import BACKENDS
-from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
+from shapes import DECODE, MIXED, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.engine.backend import Backend
@@ -26,7 +26,7 @@ SCALED = [
     (b, name) for b in BACKENDS for name, i in importlib.import_module(ROOMS[b]).IMPLEMENTATIONS.items() if i.scales
 ]
 CPU = [(b, name) for b, name in SCALED if name in ("reference", "cpu")] + [("numpy", "oracle")]
-CASES = (DECODE, replace(DECODE, name="one-row", computed=(100,), counts=(1,), padding=0), PREFILL, MIXED,
+CASES = (DECODE, replace(DECODE, name="one-row", computed=(100,), counts=(1,), padding=0), MIXED,
          replace(MIXED, name="mixed-everything", window=10, softcap=3.0, sinks=True), SHARED[-2])  # fmt: skip
 
 
