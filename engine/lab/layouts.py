@@ -113,7 +113,8 @@ def _with_exact(layouts: Sequence[str | CacheLayout]) -> list[str | CacheLayout]
 
 def _name(layout: str | CacheLayout) -> str:
     if isinstance(layout, str):
-        return layout.rpartition("/")[2]
+        # of FILE.py:NAME what is behind the file
+        return layout.rpartition(".py:")[2]
     return layout_text(layout) or type(layout).__name__
 
 
