@@ -150,7 +150,9 @@ class TorchBackend:
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device)
         self.programs: list[Program] = []
-        self.threads = threads or physical_cores()
+        # processes of one host share its cores
+        ranks = 1 if mesh is None else math.prod(mesh.shape.values())
+        self.threads = threads or max(1, physical_cores() // ranks)
         torch.set_num_threads(self.threads)
         # fp32 means fp32: no TF32, no bf16 passes
         torch.set_float32_matmul_precision("highest")
