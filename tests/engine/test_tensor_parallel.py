@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+import torch  # noqa: F401
 from embedded import embedded_model
 from oracle import greedy
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, engine, numpy_weights, spec_of, tokens
@@ -90,10 +91,12 @@ def test_a_fresh_process_needs_no_flag() -> None:
     assert json.loads(out) == [want]
 
 
-def test_smollm2_on_three_devices() -> None:
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def test_smollm2_on_three_devices(backend: str) -> None:
     embedded_model()
-    llm = LLM("smollm2", backend="jax", tensor_parallel_size=3, max_model_len=256, max_num_seqs=8)
-    assert_bytes_as_planned(llm, 3)
+    llm = LLM("smollm2", backend=backend, tensor_parallel_size=3, max_model_len=256, max_num_seqs=8)
+    if backend == "jax":
+        assert_bytes_as_planned(llm, 3)
     entries = [e for e in json.loads(GOLDEN.read_text())["entries"] if len(e["ids"]) < 100][::4]
     params = SamplingParams(temperature=0, max_tokens=24)
     outputs = llm.generate([e["ids"] for e in entries], params, use_tqdm=False)
