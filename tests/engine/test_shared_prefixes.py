@@ -177,7 +177,7 @@ def test_an_engine_finds_what_a_fresh_look_finds(backend: str, overlap: bool, mo
     """With forks, preemptions and a group of a window, and the tokens are those without."""
     find, seen = PrefixFinder.find, []
 
-    def watched(self: PrefixFinder, plan: Any, rows: np.ndarray, tables: Any) -> bool:
+    def watched(self: PrefixFinder, plan: Any, rows: np.ndarray, tables: Any) -> int:
         out, fresh = find(self, plan, rows, tables), PrefixFinder(self.windows, self.block_size)
         find(fresh, plan, rows, tables)
         # a member of more tokens shares no less than when it was looked at
