@@ -65,29 +65,17 @@ class Evicting(TokenMajor):
         """Writes each token in a free slot, or over the lightest; attends; adds up weights; cuts where one is due."""
         if spec.window is not None:
             return super().attention(ops, cache, parts, step, spec)
-        xp, seq_T, slots, size = ops.xp, step.seq_ids_T, self._slots(ops, step), self.block_size
-        q, k = turned(ops, parts, step, spec)
-        weight_SMK, slot_M = gather(cache["weight"], slots.table_SB), self._slot_numbers(ops, slots)
-        stale_SMK = (slot_M >= slots.held_S[:, None])[..., None]
-        done_S = slots.held_S[seq_T] + step.positions_T - self._done(step)[seq_T]
-        slot_TK = done_S[:, None] + 0 * ops.arange(k.shape[1], like=seq_T)
-        if self.keeps.rolling:
-            lightest_SK = self._lightest(ops, cache, step, slots, weight_SMK)
-            slot_TK = xp.where(slots.full_S[seq_T][:, None], lightest_SK[seq_T], slot_TK)
-            taken_SMK = slot_M[..., None] == lightest_SK[:, None]
-            stale_SMK = stale_SMK | (slots.full_S[:, None, None] & taken_SMK)
-        slot_TK = xp.where(step.is_real_T[:, None], slot_TK, 0)
-        head_K = ops.arange(k.shape[1], like=seq_T)
-        block_TK = xp.where(step.is_real_T[:, None], slots.table_SB[seq_T[:, None], slot_TK // size], 0)
-        position_TK = step.positions_T[:, None] + 0 * slot_TK
-        new = {"k": k, "v": parts["v"], "position": position_TK}
-        at = (block_TK, slot_TK % size, head_K[None])
+        xp, size, slots, (q, k) = ops.xp, self.block_size, self._slots(ops, step), turned(ops, parts, step, spec)
+        weight_SMK = gather(cache["weight"], slots.table_SB)
+        slot_TK, stale_SMK = self._places(ops, cache, step, slots, weight_SMK)
+        at = self._blocks(ops, step, slots, slot_TK)
+        new = {"k": k, "v": parts["v"], "position": step.positions_T[:, None] + 0 * slot_TK}
         cache = cache | {name: ops.scatter(cache[name], at, x) for name, x in new.items()}
 
         def read(table_WB: Array) -> tuple[Array, Array, Array]:
             return gather(cache["k"], table_WB), gather(cache["v"], table_WB), positions(ops, table_WB, size)
 
-        place_T = xp.where(slots.full_S[seq_T], self.budget - 1, done_S)
+        place_T = self._place(ops, step, slots)
         short = replace(step, block_tables_SB=slots.table_SB, lengths_S=slots.used_S, positions_T=place_T)
         count_T = xp.astype(self.counts(step) & step.is_real_T, xp.float32)
         out, mass_SMK = attend(ops, q, read, short, spec, size, sinks_KG=parts.get("sinks"), count_T=count_T)
@@ -96,6 +84,30 @@ class Evicting(TokenMajor):
         cache = cache | {"weight": ops.scatter(cache["weight"], (slots.table_SB,), blocks_SBPK)}
         # a cut is never in a decode step
         return out, cache if step.decode else self._cut(ops, cache, step, slots, weight_SMK)
+
+    def _place(self, ops: Any, step: Step, slots: Slots) -> Array:
+        """Each token's place among the slots, [T]: behind those that are held; in a full cache the last, to see all."""
+        seq_T = step.seq_ids_T
+        behind_T = slots.held_S[seq_T] + step.positions_T - self._done(step)[seq_T]
+        return ops.xp.where(slots.full_S[seq_T], self.budget - 1, behind_T)
+
+    def _places(self, ops: Any, cache: LayerCache, step: Step, slots: Slots, weight_SMK: Array) -> tuple[Array, Array]:
+        """The slot of each token and head [T, K], and whether a slot's weight so far is another's [S, M, K]."""
+        xp, seq_T, slot_M = ops.xp, step.seq_ids_T, self._slot_numbers(ops, slots)
+        stale_SMK = (slot_M >= slots.held_S[:, None])[..., None]
+        slot_TK = self._place(ops, step, slots)[:, None] + 0 * ops.arange(weight_SMK.shape[-1], like=seq_T)
+        if not self.keeps.rolling:
+            return slot_TK, stale_SMK
+        lightest_SK = self._lightest(ops, cache, step, slots, weight_SMK)
+        taken_SMK = slots.full_S[:, None, None] & (slot_M[..., None] == lightest_SK[:, None])
+        return xp.where(slots.full_S[seq_T][:, None], lightest_SK[seq_T], slot_TK), stale_SMK | taken_SMK
+
+    def _blocks(self, ops: Any, step: Step, slots: Slots, slot_TK: Array) -> tuple[Array, Array, Array]:
+        """Where these slots are: block, offset and head. Padding's are in the null block."""
+        xp, real_T1 = ops.xp, step.is_real_T[:, None]
+        slot_TK = xp.where(real_T1, slot_TK, 0)
+        block_TK = xp.where(real_T1, slots.table_SB[step.seq_ids_T[:, None], slot_TK // self.block_size], 0)
+        return block_TK, slot_TK % self.block_size, ops.arange(slot_TK.shape[1], like=step.seq_ids_T)[None]
 
     def _done(self, step: Step) -> Array:
         """Tokens computed before the step, [S]."""
