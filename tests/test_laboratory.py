@@ -15,7 +15,7 @@ from octavo.engine.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 CODE = re.compile(r"```(python|sh)\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
-PAGES = {"laboratory.md": 3, "find_a_numerical_fault.md": 2}  # and how many outputs each shows
+PAGES = {"laboratory.md": 2, "find_a_numerical_fault.md": 2}  # and how many outputs each shows
 
 
 def first_line(text: str) -> str:
