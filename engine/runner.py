@@ -48,8 +48,8 @@ from .shared_prefixes import PrefixFinder
 
 log = logging.getLogger(__name__)
 
-# of the head: arguments, results, and what it consumes
 JOINED = ("greedy", "sample")  # variants of the heads that are joined with a forward: what most requests ask for
+# of the head: arguments, results, and what it consumes
 HEAD = ("last_weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
 
 
