@@ -51,7 +51,7 @@ def test_the_page_runs_as_it_stands(page, tmp_path, monkeypatch, capsys):
 
 def test_the_page_names_every_guarantee():
     shown = re.findall(r"^held    ([^:]+):", (DOCS / "laboratory.md").read_text(), re.MULTILINE)
-    source = (DOCS.parent / "engine" / "lab" / "certify.py").read_text()
+    source = (DOCS.parent / "engine" / "lab" / "certifying.py").read_text()
     assert len(shown) == 12 and all(f'"{name}"' in source for name in shown)
 
 

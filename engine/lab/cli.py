@@ -45,7 +45,7 @@ def replay(
 ) -> None:
     """Runs a logged run again: same decisions, tokens and logits? Names the first difference; exit status 1 then."""
     with reporting(debug):
-        from .replay import replay as run
+        from .replaying import replay as run
 
         found = run(log, to=to, on=on, progress=not as_json, **engine_arguments(context.args))
         if as_json:
@@ -77,7 +77,7 @@ def explain(
 ) -> None:
     """Tells why a request waited, what it hit in the cache, when it was preempted and how it ended."""
     with reporting(debug):
-        from .explain import explain as tell
+        from .explaining import explain as tell
 
         show([asdict(p) for p in tell(log, request, policy)], as_json, title=f"request {request}")
 
@@ -164,7 +164,7 @@ def crosscheck(
 ) -> None:
     """Runs the same steps on several implementations: where do they part, in which layer and op? Exit status 1 then."""
     with reporting(debug):
-        from .crosscheck import crosscheck as run
+        from .crosschecking import crosscheck as run
         from .prompts import default_prompts, tokenized
 
         prompts = tokenized(model, prompt or default_prompts())
@@ -212,7 +212,7 @@ def compare(
 ) -> None:
     """Two engine configurations on the same prompts: first flip, KL by position, latency, memory."""
     with reporting(debug):
-        from .compare import compare as run
+        from .comparing import compare as run
         from .prompts import read_prompts
 
         texts = None if prompts is None else read_prompts(prompts)
@@ -228,7 +228,7 @@ def compare(
 
 
 def _show_compared(found: Any) -> None:
-    from .compare import rows_of_prompts
+    from .comparing import rows_of_prompts
 
     print(found.verdict)
     for name, (mine, other) in found.differing.items():
@@ -250,7 +250,7 @@ def certify(
 ) -> None:
     """Runs golden traces and says which guarantees hold on this machine. Exit status 1 if one is broken."""
     with reporting(debug):
-        from .certify import certify as run
+        from .certifying import certify as run
 
         found = run(backend, model=model, trace=trace, **engine_arguments(context.args))
         if as_json:

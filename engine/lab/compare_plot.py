@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .compare import Compared
+from .comparing import Compared
 
 COSTS = (("ttft_ms", "ms to the first token"), ("per_token_ms", "ms a token"), ("peak_bytes", "GiB at the peak"))
 

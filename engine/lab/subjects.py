@@ -19,7 +19,7 @@ from ..step_log import Entry
 from ..user_code import named_in_file
 from .numpy_backend import NumpyBackend
 from .remote import Remote
-from .replay import Teller
+from .replaying import Teller
 
 EVERYTHING = ("*",)
 

@@ -10,7 +10,7 @@ from scheduler_world import add, make_request, planned
 from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine.block_manager import BlockManager
-from octavo.engine.lab.replay import replay
+from octavo.engine.lab.replaying import replay
 from octavo.engine.lab.rerun import rerun
 from octavo.engine.lab.simulate import Arrival, Cost, Simulation, make_scheduler
 from octavo.engine.limits import SchedulerConfig

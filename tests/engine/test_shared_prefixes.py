@@ -13,7 +13,7 @@ from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import shared_prefixes
 from octavo.engine.batch import Shapes, step_input
-from octavo.engine.lab.replay import replay
+from octavo.engine.lab.replaying import replay
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.shared_prefixes import SPARE_TILES, TILE, PrefixFinder, laid_out, worth_it
 

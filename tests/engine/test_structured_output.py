@@ -360,7 +360,7 @@ def test_a_step_log_replays_with_its_masks(folder: Path, tmp_path: Path) -> None
 
     import tiny
 
-    from octavo.engine.lab.replay import replay
+    from octavo.engine.lab.replaying import replay
 
     log = tmp_path / "steps.jsonl"
     llm = world.engine(folder, BACKENDS[0], step_log=str(log))

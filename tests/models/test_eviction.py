@@ -16,7 +16,7 @@ from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 from octavo.engine import BeamSearchParams, SamplingParams
 from octavo.engine.backend import get_backend
 from octavo.engine.functional import generate, init_cache, pad_prompts
-from octavo.engine.lab.replay import replay
+from octavo.engine.lab.replaying import replay
 from octavo.models.interface import CacheState, map_tree
 from octavo.models.keeps import Keeps
 from octavo.models.layouts import H2O, LAYOUTS, SnapKV, StreamingLLM

@@ -19,7 +19,7 @@ from tiny import PROMPTS, SHARED, TINY, numpy_weights, spec_of
 from typer.testing import CliRunner
 
 from octavo.engine.cli import app
-from octavo.engine.lab.certify import certify
+from octavo.engine.lab.certifying import certify
 from octavo.engine.lab.plant import change_layer, change_plans
 from octavo.engine.lab.trace import SHIPPED, Trace, read_trace_file, trace_from_json
 from octavo.engine.plan import Plan, Reason, Transfer

@@ -15,9 +15,9 @@ from tiny import PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of
 from typer.testing import CliRunner
 
 from octavo.engine.cli import app
-from octavo.engine.lab import compare as module
+from octavo.engine.lab import comparing as module
 from octavo.engine.lab.candidate import Candidate, Run
-from octavo.engine.lab.compare import Compared, PromptDifference, compare, differing, rows_of_prompts
+from octavo.engine.lab.comparing import Compared, PromptDifference, compare, differing, rows_of_prompts
 from octavo.engine.lab.errors import kl_divergence
 from octavo.engine.lab.prompts import read_prompts
 

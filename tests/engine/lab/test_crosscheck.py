@@ -17,7 +17,7 @@ from backends import BACKENDS
 from embedded import embedded_model
 from tiny import GREEDY, PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of, tokens
 
-from octavo.engine.lab.crosscheck import Comparison, crosscheck, several_libraries
+from octavo.engine.lab.crosschecking import Comparison, crosscheck, several_libraries
 from octavo.engine.lab.errors import Error, kl_divergence, ulp_bits
 from octavo.engine.lab.plant import change_layer, change_plans
 from octavo.engine.lab.subjects import make_subject

@@ -16,7 +16,7 @@ from embedded import embedded_model
 from tiny import PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import LLM, SamplingParams
-from octavo.engine.lab.replay import replay
+from octavo.engine.lab.replaying import replay
 
 OF_TINY: dict[str, Any] = {"model": spec_of(TINY), "weights": numpy_weights(TINY)}
 
@@ -73,7 +73,7 @@ def test_the_other_backend_stays_within_tolerance(log_path):
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="there is no other backend")
 def test_the_other_backend_with_other_weights_does_not(log_path, monkeypatch):
     """The logged backend gets the logged weights, the other one weights of which one number is off."""
-    from octavo.engine.lab import replay as module
+    from octavo.engine.lab import replaying as module
 
     header = json.loads(log_path.read_text().splitlines()[0])["header"]
     (other,) = {"jax", "torch"} - {header["backend"]}

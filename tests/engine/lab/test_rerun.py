@@ -15,7 +15,7 @@ from scheduler_world import add, make_request
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
 from octavo.engine.block_manager import BlockManager
-from octavo.engine.lab.explain import SAYS, explain
+from octavo.engine.lab.explaining import SAYS, explain
 from octavo.engine.lab.rerun import rerun
 from octavo.engine.limits import SchedulerConfig
 from octavo.engine.plan import Reason

@@ -23,7 +23,7 @@ from ..plan import Reason
 from ..runner import StepResult
 from ..step_log import Entry, read_log
 from ..user_code import named_in_file
-from .replay import TOLERANCE, Teller, compare_steps
+from .replaying import TOLERANCE, Teller, compare_steps
 from .rerun import quiet
 from .subjects import check_name, is_users
 from .trace import Asked, Stream, Trace, read_trace_file, with_logprobs
