@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from ..config import EngineConfig, engine_config
 from ..layout_names import layout_text
 from ..memory_plan import memory_plan, spec_bytes
 from ..plan import Admission
-from ..step_log import Entry
 from .errors import log_softmax
 from .subjects import EngineSubject, make_request
 
@@ -95,7 +94,7 @@ def measure_layouts(
         parts = build(replace(config, num_gpu_blocks_override=_enough(config, windows, longest)), weights)
         subject = EngineSubject(name, parts)
         tell(f"{name}: the text")
-        rows = list(forced_logits(subject, windows, prompt))
+        rows = forced_logits(subject, windows, prompt)
         wanted = rows if wanted is None else wanted
         tell(f"{name}: steps")
         times = {c: step_seconds(subject, c) * 1e3 for c in contexts}
@@ -154,32 +153,14 @@ def kept(layout: CacheLayout) -> str:
     return "all"
 
 
-def forced_logits(subject: EngineSubject, sequences: Sequence[Sequence[int]], prompt: int) -> Iterator[np.ndarray]:
-    """The logits [R, V] behind each step's sampled rows when each sequence goes on as it is told, step by step.
+def forced_logits(subject: EngineSubject, sequences: Sequence[Sequence[int]], prompt: int) -> list[np.ndarray]:
+    """The logits [V] before each told token, sequence by sequence; the first `prompt` tokens of each are its prompt.
 
     Requests start together, so that every layout has the same rows in the same steps.
     """
-    runner, scheduler = subject.runner, subject.parts.scheduler
-    runner.reset()
-    scheduler.abandon()
-    for i, ids in enumerate(sequences):
-        scheduler.add(make_request(i, ids[:prompt], len(ids) - prompt))
-    rows: dict[tuple[int, int], np.ndarray] = {}
-    while scheduler.has_work:
-        plan = scheduler.schedule()
-        assert plan is not None
-        hidden = runner.launch_forward(plan)
-        runner.launch_head(plan, hidden).result()
-        told = [sequences[int(c.request_id)][c.start + c.num_tokens] for c in plan.sampled]
-        subject.teller.tell(Entry(plan, told, None))
-        logits, _ = subject.logits(runner.weights, hidden.last_RE)
-        found = runner.backend.read(logits)
-        for i, c in enumerate(plan.chunks):
-            if c.samples:
-                rows[int(c.request_id), c.start + c.num_tokens] = found[i]
-        scheduler.update(plan, told)
-    for at in sorted(rows):
-        yield rows[at]
+    told = [ids[prompt:] for ids in sequences]
+    rows = {(i, j): logits_V for i, j, logits_V in subject.forced([ids[:prompt] for ids in sequences], told)}
+    return [rows[at] for at in sorted(rows)]
 
 
 def _quality(rows: Sequence[np.ndarray], wanted: Sequence[np.ndarray], targets: Sequence[int]) -> dict[str, Any]:
