@@ -55,11 +55,6 @@ def as_tuple(names: MeshAxes) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def tensor_parallel() -> ShardingRules:
-    """The preset of tp alone."""
-    return ShardingRules(TENSOR)
-
-
 def preset(mesh_shape: Mapping[str, int], expert_parallel: bool = False) -> ShardingRules:
     """The rules of a mesh with axes dp, pp and tp: what each shares where it is larger than 1.
 
@@ -112,15 +107,6 @@ def misfit(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> t
             given = " x ".join(SIZE_NAMES.get(name, name) for name in names)
             return axis, f"{AXIS_NAMES.get(axis, axis)} {size} is not divisible by {given} {parts}"
     return None
-
-
-def check_divides(specs: Any, rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
-    """Raises ValueError unless every array of a tree of ArraySpecs splits evenly; the message says what would."""
-    if found := misfit(specs, rules, mesh_shape):
-        axis, words = found
-        sizes = axis_sizes(specs, rules)
-        common = math.gcd(*(s for a, s in sizes.items() if as_tuple(rules[a]) == as_tuple(rules[axis])))
-        raise ValueError(f"{words}: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)} would")
 
 
 def axis_sizes(specs: Any, rules: ShardingRules) -> dict[str, int]:

@@ -9,21 +9,21 @@ import jax
 import pytest
 
 from octavo.sharding.mesh_jax import ensure_devices, make_mesh, named_sharding, partition_spec
-from octavo.sharding.rules import ShardingRules, tensor_parallel
+from octavo.sharding.rules import TENSOR, ShardingRules
 
 
 def test_partition_spec_follows_the_rules():
-    assert partition_spec((None, "kv_heads", "blocks"), tensor_parallel()) == jax.P(None, "tp", None)
+    assert partition_spec((None, "kv_heads", "blocks"), ShardingRules(TENSOR)) == jax.P(None, "tp", None)
     assert partition_spec(("vocab",), ShardingRules({"vocab": ("dp", "tp")})) == jax.P(("dp", "tp"))
 
 
 def test_a_mesh_axis_used_twice_is_refused_not_dropped():
     with pytest.raises(ValueError, match="'tp' would share"):
-        partition_spec(("kv_heads", "mlp"), tensor_parallel())
+        partition_spec(("kv_heads", "mlp"), ShardingRules(TENSOR))
 
 
 def test_named_sharding_splits_the_array():
-    sharding = named_sharding((None, "mlp"), tensor_parallel(), make_mesh({"tp": 4}))
+    sharding = named_sharding((None, "mlp"), ShardingRules(TENSOR), make_mesh({"tp": 4}))
     assert sharding.shard_shape((5, 64)) == (5, 16)
 
 

@@ -10,7 +10,7 @@ from meshes import on_every_rank
 
 from octavo.kernels_triton.ops import TorchOps
 from octavo.sharding.mesh_torch import TorchMesh
-from octavo.sharding.rules import ShardingRules, tensor_parallel
+from octavo.sharding.rules import TENSOR, ShardingRules
 
 
 def test_ranks_count_row_major() -> None:
@@ -51,7 +51,7 @@ def test_ops_on_shards_equal_ops_on_the_whole() -> None:
     up, down = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(8, 6)).astype(np.float32)
 
     def run(mesh: TorchMesh) -> torch.Tensor:
-        ops, at, n = TorchOps(rules=tensor_parallel(), mesh=mesh), mesh.rank, mesh.size(("tp",))
+        ops, at, n = TorchOps(rules=ShardingRules(TENSOR), mesh=mesh), mesh.rank, mesh.size(("tp",))
         own = [torch.tensor(np.split(x, n, axis)[at]) for x, axis in ((table, 0), (up, 1), (down, 0))]
         x = ops.embed(own[0], torch.tensor(ids, dtype=torch.int32))
         y = ops.einsum("tf,fe->te", ops.einsum("te,ef->tf", x, own[1], (None, "mlp")), own[2], (None, None), "mlp")

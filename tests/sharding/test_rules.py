@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octavo.models.interface import ArraySpec
-from octavo.sharding.rules import ShardingRules, check_divides, check_known, preset, tensor_parallel
+from octavo.sharding.rules import TENSOR, ShardingRules, check_known, misfit, preset
 
+RULES = ShardingRules(TENSOR)
 SPECS = {
     "layers": [
         {"qkv": ArraySpec((24, 8, 4, 8), (None, "kv_heads", None, None)), "down": ArraySpec((48, 24), ("mlp", None))}
@@ -15,12 +16,8 @@ SPECS = {
 }
 
 
-def test_tensor_parallel_shares_heads_mlp_and_vocabulary():
-    assert dict(tensor_parallel()) == {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
-
-
 def test_axes_without_a_rule_are_replicated():
-    assert tensor_parallel().mesh_axes(("kv_heads", None, "blocks")) == (("tp",), (), ())
+    assert RULES.mesh_axes(("kv_heads", None, "blocks")) == (("tp",), (), ())
 
 
 def test_several_mesh_axes_may_share_one_axis():
@@ -30,18 +27,18 @@ def test_several_mesh_axes_may_share_one_axis():
 
 def test_a_mesh_axis_shares_an_array_once():
     with pytest.raises(ValueError, match="'tp' would share kv_heads and mlp"):
-        tensor_parallel().mesh_axes(("kv_heads", "mlp"))
+        RULES.mesh_axes(("kv_heads", "mlp"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_what_divides_passes(size):
-    check_divides(SPECS, tensor_parallel(), {"tp": size})
+def test_what_divides_fits(size):
+    assert misfit(SPECS, RULES, {"tp": size}) is None
 
 
-@pytest.mark.parametrize(("size", "axis"), [(3, "num_kv_heads 8"), (16, "num_kv_heads 8")])
-def test_what_does_not_divide_is_named_with_what_would(size, axis):
-    with pytest.raises(ValueError, match=f"{axis} is not divisible by tensor_parallel_size {size}: 1, 2, 4, 8 would"):
-        check_divides(SPECS, tensor_parallel(), {"tp": size})
+@pytest.mark.parametrize("size", [3, 16])
+def test_what_does_not_divide_is_named(size):
+    words = f"num_kv_heads 8 is not divisible by tensor_parallel_size {size}"
+    assert misfit(SPECS, RULES, {"tp": size}) == ("kv_heads", words)
 
 
 def test_smollm2_splits_in_three():
@@ -50,9 +47,8 @@ def test_smollm2_splits_in_three():
         ArraySpec((1536, 576), ("mlp", None)),
         ArraySpec((49152, 576), ("vocab", None)),
     ]
-    check_divides(specs, tensor_parallel(), {"tp": 3})
-    with pytest.raises(ValueError, match="num_kv_heads 3 is not divisible by tensor_parallel_size 2: 1, 3 would"):
-        check_divides(specs, tensor_parallel(), {"tp": 2})
+    assert misfit(specs, RULES, {"tp": 3}) is None
+    assert misfit(specs, RULES, {"tp": 2}) == ("kv_heads", "num_kv_heads 3 is not divisible by tensor_parallel_size 2")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from octavo.models import step
 from octavo.models.interface import Sampling, StepInput, leaves, map_tree
 from octavo.models.layouts.paged import TokenMajor
 from octavo.sharding.mesh_jax import make_mesh
-from octavo.sharding.rules import tensor_parallel
+from octavo.sharding.rules import TENSOR, ShardingRules
 
 LAYOUT, COUNTS, STEPS, LENGTH, BLOCKS = TokenMajor(8), (13, 1, 30), 6, 64, 40
 ROWS = len(COUNTS)
@@ -27,7 +27,7 @@ def _backend(mode, size):
     if mode == "local":
         return JaxBackend(attention=ATTENTION[mode])
     mesh = make_mesh({"tp": size})
-    return JaxBackend(attention=ATTENTION[mode], mode=mode, rules=tensor_parallel(), mesh=mesh)
+    return JaxBackend(attention=ATTENTION[mode], mode=mode, rules=ShardingRules(TENSOR), mesh=mesh)
 
 
 def _admitted(rows, backend):
@@ -91,7 +91,7 @@ def test_steps_do_not_depend_on_the_number_of_devices(mode, size):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_each_device_holds_its_share_of_weights_and_cache(mode, size):
     _, weights, state = run_steps(mode, size)
-    model, rules = spec_of(EIGHT_HEADS), tensor_parallel()
+    model, rules = spec_of(EIGHT_HEADS), ShardingRules(TENSOR)
     specs = cache_specs(model, LAYOUT, [BLOCKS] * len(model.groups), ROWS, LENGTH)
     for tree, arrays in ((model.weights, weights), (specs.groups, state.groups), (specs.rows, state.rows)):
         planned = sum(4 * np.prod(s.shape) // (size if any(map(rules.get, s.axes)) else 1) for s in leaves(tree))
@@ -101,6 +101,6 @@ def test_each_device_holds_its_share_of_weights_and_cache(mode, size):
 
 
 def test_the_cpu_attention_refuses_what_the_compiler_shards():
-    backend = JaxBackend(attention="cpu", mode="auto", rules=tensor_parallel(), mesh=make_mesh({"tp": 2}))
+    backend = JaxBackend(attention="cpu", mode="auto", rules=ShardingRules(TENSOR), mesh=make_mesh({"tp": 2}))
     with pytest.raises(NotImplementedError, match="'cpu': it flattens blocks"):
         backend.ops.attention(*(jax.numpy.ones((1, 2, 1, 8)),) * 3, "n p k d", None, spec_of(EIGHT_HEADS).attention[0])
