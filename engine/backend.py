@@ -27,9 +27,8 @@ class Backend(Protocol):
         """Tokens of the largest step that is run from a graph, larger ones being run op by op; None: no graphs."""
         ...
 
-    joined_seqs: (
-        int  # up to so many, a decode step and its head are one program: two calls would cost more than they do
-    )
+    # of a decode step that is one program with its head: two calls of the host would cost more than both compute
+    joined_seqs: int
     threads: int  # of the CPU, that products use: other numbers may give other last bits
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:
@@ -63,7 +62,7 @@ class Backend(Protocol):
     def compile(
         self, fn: Callable[..., Any], args: tuple[str, ...], outs: tuple[str, ...], consumes: str
     ) -> Callable[..., Any]:
-        """fn, called with ops, as a program. The argument named by `consumes` is gone after a call."""
+        """fn, called with ops, as a program. The argument named by `consumes` is not to be touched after a call."""
         ...
 
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:

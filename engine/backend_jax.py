@@ -56,12 +56,10 @@ GPU_MEMORY = {
 # what programs are compiled with on a GPU, unless XLA_FLAGS names it: products by cuBLAS, which chooses from tables.
 # XLA would measure its own kernels while it compiles, which takes most of a start and chooses by chance (docs/LOG.md)
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+# steps of so few tokens are compiled without these: there XLA's own kernels read the weights faster than cuBLAS's
+TUNED_TOKENS = 2
 
 JOINED_SEQS = 64  # the GPU then takes less time for a step of a small model than two calls take of the host
-
-
-# but for steps of so few tokens that XLA's own kernels read the weights faster than cuBLAS's
-TUNED_TOKENS = 2
 
 
 def compiler_options(args: tuple = ()) -> dict[str, Any]:
@@ -211,7 +209,11 @@ class JaxBackend:
         return _zeros(spec.shape, spec.dtype or self.dtype, self.sharding(spec))
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
-        """fn(*args, ops=...) as a compiled program that takes `consumes` for good: touching its old value raises."""
+        """fn(*args, ops=...) as a compiled program that takes `consumes` for good.
+
+        Touching its old value raises, but for what a program on one GPU hands through or its kernels write in place:
+        those arrays are the new value's too, and show what it holds (decision 022).
+        """
         at, small = args.index(consumes), tuple(i for i, name in enumerate(args) if name in ("inputs", "sampling"))
         if self.lean and small:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
@@ -293,8 +295,7 @@ class JaxBackend:
 
     def total_memory(self) -> int | None:
         """Bytes that JAX may take of the first GPU; None on a CPU."""
-        stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-        return stats["bytes_limit"] if stats else None
+        return device_memory()
 
     def num_compiles(self) -> int:
         """Programs compiled by this process so far, those loaded from the cache on disk included."""

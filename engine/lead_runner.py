@@ -7,7 +7,6 @@ import signal
 import threading
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ class StateDigest:
 
     def __init__(self, backend: Backend):
         self.backend, self.plans = backend, 0
-        self.run = backend.compile(partial(digest_rows), ("rows",), ("digest", "rows"), "rows")
+        self.run = backend.compile(digest_rows, ("rows",), ("digest", "rows"), "rows")
 
     def planned(self, data: bytes) -> None:
         """Takes in a Forward as it was sent."""

@@ -332,11 +332,9 @@ class LLM(EngineSteps):
     def _resolved(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
         """The params as this engine understands them, and the ids that end the request's text."""
         self.structured.check(check_params(params))
-        eos = frozenset() if check_params(params).ignore_eos else self.eos_ids
-        has_tokenizer = self.tokenizer is not None
-        return params.resolve(
-            self.model.vocab_size, self.config.max_logprobs, has_tokenizer=has_tokenizer, eos_ids=eos
-        ), eos
+        eos = frozenset() if params.ignore_eos else self.eos_ids
+        limits = self.model.vocab_size, self.config.max_logprobs
+        return params.resolve(*limits, has_tokenizer=self.tokenizer is not None, eos_ids=eos), eos
 
     def _admit(self, name: str, members: list[Request], prompt: Prompt, *, queued: bool = False) -> Family:
         with self.lock:

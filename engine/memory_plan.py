@@ -56,9 +56,8 @@ class MemoryPlan:
     max_num_batched_tokens: int  # tokens
     weights_bytes: int
     rows_bytes: int
-    activations_bytes: (
-        int  # an estimate: the largest temporaries of the forward, of the head, or of reading prompt logprobs
-    )
+    # an estimate: the largest temporaries of the forward, of the head, or of reading prompt logprobs
+    activations_bytes: int
     cache_bytes: int
     total_bytes: int
     worst_case_cache_bytes: int  # max_num_seqs requests of max_model_len at once

@@ -57,7 +57,7 @@ def attend(
     if plan.decode:
         return plan.join(single, None)
     interpret = mosaic_prefill.interpreter() if on_cpu else None
-    pairs = plan.once(("pairs", spec.group_size), lambda: mosaic_prefill.pairs_of(plan, spec.group_size))
+    pairs = _pairs(plan, spec)
     several = mosaic_prefill.prefill(
         q_TKGD,
         k,

@@ -23,8 +23,6 @@ from .tally import tally
 
 Axes = tuple[str | None, ...]
 MODES = ("local", "shard_map", "auto")
-
-
 HALVES = ("bfloat16", "float16")
 
 
