@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,17 @@ def _package_breaches(root: Path) -> list[str]:
 def test_rooms_keep_their_borders():
     found = violations(ROOT)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_the_map_names_every_file():
+    """docs/design.md, section 2. engine/loading/ is one line there."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    rooms = text.split("\n## 2. ")[1].split("\n## 3. ")[0]
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", rooms))
+    files = {path.name: path for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    mapped = {name for name, path in files.items() if path.parent.name != "loading" and name != "__init__.py"}
+    assert mapped - named == set()
+    assert named - files.keys() - {path.name for path in (ROOT / "tests").glob("*.py")} == set()
 
 
 def test_there_is_no_root_module():
