@@ -37,7 +37,8 @@ class Blocks(NamedTuple):
     """Pairs sorted by expert, and the blocks they are cut into. Direct: every pair is a block, and none is sorted."""
 
     order_P: Tensor  # the pairs, those of no expert last; direct: the expert of each
-    table: Tensor  # [blocks, 3]: expert (-1: there is no such block), first and end of its rows among the sorted
+    # [blocks, 3]: expert, first and end of its rows among the sorted. Expert -1: no such block, first and end unwritten
+    table: Tensor
     num_blocks: int
     direct: bool = False
 
@@ -135,7 +136,8 @@ def block_of(block, order, table, X: tl.constexpr, M: tl.constexpr, DIRECT: tl.c
     else:
         expert = tl.load(table + block * 3)
         m = tl.load(table + block * 3 + 1) + tl.arange(0, M)
-        live = m < tl.load(table + block * 3 + 2)
+        # of no block, the rest of the row was never written: it may bound anything
+        live = (m < tl.load(table + block * 3 + 2)) & (expert >= 0)
         pair = tl.load(order + m, mask=live, other=0)
     return expert.to(tl.int64), m, live, pair.to(tl.int64)
 

@@ -75,6 +75,15 @@ def _libraries_of(module: str) -> set[str]:
     return names
 
 
+@pytest.fixture
+def guarded():
+    """Triton's interpreter refuses what leaves an argument, and fresh memory is hostile (kernels/guarded.py)."""
+    from kernels.guarded import guarded
+
+    with guarded() as spaces:
+        yield spaces
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_network():
     """Refuses connections to other machines: a test that fetches anything fails."""
