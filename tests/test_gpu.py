@@ -145,6 +145,23 @@ def test_tokens_do_not_depend_on_shared_prefixes(backend: str, monkeypatch: pyte
     assert tokens(llm, PROMPTS, GREEDY) == tokens(engine(**arguments, disable_cascade_attn=True), PROMPTS, GREEDY)
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+def test_triton_experts_equal_float64_over_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, in fp32, whatever their scratch arrays held before."""
+    import torch
+    from kernels.guarded import hostile
+    from kernels.test_experts import CASES, case_of
+
+    from octavo.kernels_triton import expert_kernels
+
+    monkeypatch.setattr(torch, "empty", hostile)
+    for name, ids in CASES.items():
+        *arrays, want = case_of(ids, poisoned=True)
+        x, w, up, down = (torch.from_numpy(a).cuda() for a in arrays)
+        out = expert_kernels.experts(x, w, torch.tensor(ids, dtype=torch.int32).cuda(), up, down, None, torch.float32)
+        np.testing.assert_allclose(out.cpu(), want, rtol=0, atol=2e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_of_a_mixture_of_experts_are_the_oracles(backend: str) -> None:
     """In fp32, with chunks and hits, one request alone and several."""

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.test_triton_kernels import poisoned  # noqa: F401  (a fixture)
 
 from octavo.kernels_triton import few_rows
 from octavo.kernels_triton.few_rows import Tiling
 from octavo.kernels_triton.few_rows_table import TABLE
+
+pytestmark = pytest.mark.usefixtures("guarded")
 
 # rows, depth, width, what stands around the product, tiles
 CASES = (
@@ -27,7 +28,6 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usefixtures("poisoned")
 def test_a_product_with_its_neighbours_equals_float64(case: tuple[int, int, int, str, Tiling]) -> None:
     num_rows, depth, width, around, tile = case
     rng = np.random.default_rng(num_rows * depth + width)

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kernels.test_triton_kernels import poisoned  # noqa: F401  (a fixture)
 
 from octavo.kernels_triton import derive
 from octavo.kernels_triton.ops import TorchOps
 from octavo.models import step
+
+pytestmark = pytest.mark.usefixtures("guarded")
 
 SIZE, LONGEST, SCRATCH = 8, 400, 90
 
@@ -50,7 +51,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.usefixtures("poisoned")
 def test_places_are_those_of_the_plain_ops(case: tuple) -> None:
     rows, inputs = make(*case)
     found, want = derive.derive(rows, inputs, 1, SIZE), step.places(rows, inputs, 1, SIZE, TorchOps())
@@ -70,7 +70,6 @@ def test_places_by_hand() -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.usefixtures("poisoned")
 def test_last_rows(case: tuple) -> None:
     _, inputs = make(*case)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((inputs.num_tokens, 1100)).astype(np.float32))

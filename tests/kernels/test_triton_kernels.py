@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,8 @@ from tolerances import tolerance
 
 from octavo.kernels_triton import fused
 from octavo.models.interface import Rope, Step
+
+pytestmark = pytest.mark.usefixtures("guarded")
 
 CASES = (
     replace(DECODE, name="decode-split", computed=(700, 0, 63, 64, 65), counts=(1,) * 5, k_dim=64, v_dim=64),
@@ -37,22 +38,8 @@ CASES = (
 )
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is allocated holds nan until it is written."""
-
-    allocate = torch.empty
-
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = allocate(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
 @pytest.mark.parametrize("order", ["n p k d", "n k p d"], ids=["token-major", "head-major"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.usefixtures("poisoned")
 def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str) -> None:
     batch = make_batch(case)
     out, want = attend(backend_of("torch", "triton"), batch, order), expected(batch)

@@ -15,6 +15,8 @@ from tolerances import tolerance
 from octavo.engine.backend import Backend
 from octavo.kernels_triton import triton_attention
 
+pytestmark = pytest.mark.usefixtures("guarded")
+
 RAGGED = (CASES[0], *CASES[3::9], *OWN[1:3], SHARED[0], SHARED[6])
 FP8 = torch.float8_e4m3fn
 
