@@ -77,8 +77,8 @@ def _libraries_of(module: str) -> set[str]:
 
 @pytest.fixture
 def guarded():
-    """Triton's interpreter refuses what leaves an argument, and fresh memory is hostile (kernels/guarded.py)."""
-    from kernels.guarded import guarded
+    """Triton's interpreter refuses what leaves an argument, and fresh memory is hostile (guarded_triton.py)."""
+    from guarded_triton import guarded
 
     with guarded() as spaces:
         yield spaces

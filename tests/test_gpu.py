@@ -149,7 +149,7 @@ def test_tokens_do_not_depend_on_shared_prefixes(backend: str, monkeypatch: pyte
 def test_triton_experts_equal_float64_over_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, in fp32, whatever their scratch arrays held before."""
     import torch
-    from kernels.guarded import hostile
+    from guarded_triton import hostile
     from kernels.test_experts import CASES, case_of
 
     from octavo.kernels_triton import expert_kernels
