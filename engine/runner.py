@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,30 +14,25 @@ import numpy as np
 from ..models import step
 from ..models.interface import (
     Array,
-    ArraySpec,
     CacheLayout,
     CacheState,
     ModelSpec,
     Output,
     Sampling,
-    SharedPrefixes,
     StepInput,
     layer_specs,
     map_tree,
 )
 from ..models.logit_edits import LogitsProcessor
-from ..models.sampling import PARAMS, VARIANTS, at_least, row_specs
+from ..models.sampling import row_specs
 from .backend import Backend
 from .batch import (
     Shapes,
-    all_allowed,
     edit_values,
     move_input,
-    padded,
     row_values,
     sampling_input,
     step_input,
-    with_extra,
 )
 from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
@@ -45,10 +40,10 @@ from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .shared_prefixes import PrefixFinder
+from .warm_up import JOINED, every_call, run_joined
 
 log = logging.getLogger(__name__)
 
-JOINED = ("greedy", "sample")  # variants of the heads that are joined with a forward: what most requests ask for
 # of the head: arguments, results, and what it consumes
 HEAD = ("last_weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows"
 
@@ -265,11 +260,11 @@ class Runner:
         return plain and size and not inputs.taps and not any(inputs.shared) and len(plan.sampled) == len(plan.chunks)
 
     def _launch_joined(self, plan: Plan, inputs: StepInput) -> Pending:
-        sampling = self._sampling_all(inputs, plan.variant)
+        sampling = self.sampling_all(inputs, plan.variant)
         output, self.cache = self.forward_and_head(self.weights, self.cache, inputs, sampling)
         return Pending(plan, self._fetched(output), self.backend)
 
-    def _sampling_all(self, inputs: StepInput, variant: str) -> Sampling:
+    def sampling_all(self, inputs: StepInput, variant: str) -> Sampling:
         """Every sequence of a decode step sampled."""
         rows = inputs.rows_S
         at = np.arange(len(rows), dtype=np.int32)
@@ -285,7 +280,7 @@ class Runner:
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
-        output, rows = self._head(plan.variant)(self.last_weights, self.cache.rows, hidden, sampling)
+        output, rows = self.head_of(plan.variant)(self.last_weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
         return self._fetched(output)
 
@@ -296,7 +291,8 @@ class Runner:
                 self.backend.prefetch(x)
         return output
 
-    def _head(self, variant: str) -> Any:
+    def head_of(self, variant: str) -> Any:
+        """The program of the head for a variant."""
         return self.head_with_processors if variant == "processors" else self.head
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
@@ -327,65 +323,6 @@ class Runner:
         rows of the last layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
-        self.backend.precompile(self._calls())
-        self._run_once()
+        self.backend.precompile(every_call(self))
+        run_joined(self)
         return self.backend.num_compiles() - before
-
-    def _run_once(self) -> None:
-        """Runs the joined steps on padding: a first call looks its program up, and records its CUDA graph."""
-        for n in self.shapes.joined:
-            for variant in JOINED:
-                inputs = self._padding(n, n, True, self.shapes.widths[0])
-                sampling = self._sampling_all(inputs, variant)
-                output, self.cache = self.forward_and_head(self.weights, self.cache, inputs, sampling)
-                self.backend.read(output.token_ids_R)
-
-    def _calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """Every program with arguments of every shape: padding only, and never run."""
-        shapes, filler, groups = self.shapes, partial(_filler, self.scratch), len(self.tables)
-        for n in shapes.admitted:
-            for known in shapes.known:
-                yield self.set_rows, (self.cache.rows, *row_values((filler(known),) * n, shapes, self.scratch))
-            edits = edit_values((filler(1),) * n, shapes, self.scratch, self.model.vocab_size)
-            yield self.set_rows, (self.cache.rows, *edits)
-        for n in shapes.moved:
-            pairs = [Transfer(g, 0, 0) for g in range(groups) for _ in range(n)]
-            yield self.move_blocks, (self.cache.groups, *move_input(pairs, groups, shapes))
-        for width in shapes.widths:
-            for n in shapes.seqs:
-                yield self.forward, (self.weights, self.cache, self._padding(n, n, True, width))
-            for n in shapes.joined:
-                inputs = self._padding(n, n, True, width)
-                for variant in JOINED:
-                    sampling = self._sampling_all(inputs, variant)
-                    yield self.forward_and_head, (self.weights, self.cache, inputs, sampling)
-            for n in shapes.shared:
-                inputs = replace(self._padding(n, n, True, width), shared=self._no_prefixes(n))
-                yield self.forward, (self.weights, self.cache, inputs)
-            for n in shapes.tokens:
-                for inputs in with_extra(self._padding(self.scratch, n, False, width), self.model):
-                    yield self.forward_all, (self.weights, self.cache, inputs)
-            for n in shapes.shared_tokens:
-                inputs = replace(self._padding(self.scratch, n, False, width), shared=self._no_prefixes(self.scratch))
-                yield self.forward_all, (self.weights, self.cache, inputs)
-        hidden = self.backend.zeros(ArraySpec((self.scratch, self.model.weights["final_norm"].shape[0]), (None, None)))
-        for variant in VARIANTS if self.processors else VARIANTS[:-1]:
-            for k in shapes.logprobs[:-1]:
-                for n in shapes.heads(variant, k):
-                    rows = padded((), n, 0), padded((), n, self.scratch)
-                    mask = all_allowed(n, self.model.vocab_size)
-                    for m in (None, mask) if self.masks and at_least(variant, "edits") else (None,):
-                        sampling = Sampling(*rows, variant, k, self.digest, m, self.logprobs_mode)
-                        yield self._head(variant), (self.last_weights, self.cache.rows, hidden, sampling)
-        yield from self.read_head.calls(self.weights, self.cache.rows)
-
-    def _padding(self, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
-        tables, rows = tuple(np.zeros((seqs, width), np.int32) for _ in self.tables), padded((), seqs, self.scratch)
-        return StepInput(rows, np.zeros(seqs + 1, np.int32), tables, tokens, decode)
-
-    def _no_prefixes(self, seqs: int) -> tuple[SharedPrefixes | None, ...]:
-        return self.prefixes.nothing(seqs) if self.prefixes else ()
-
-
-def _filler(scratch: int, known: int) -> Admission:
-    return Admission(scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
+from octavo.engine.warm_up import padding
 from octavo.models.interface import Sampling
 
 DTYPES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
@@ -54,7 +55,7 @@ def compiled(program: Any, *args: Any) -> Counter[tuple[str, int]]:
 def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
     llm = MODELS[name](backend="jax", tensor_parallel_size=2, **more)
     runner, rows = llm.runner, np.arange(4, dtype=np.int32)
-    inputs = runner._padding(4, 4, True, runner.shapes.widths[0])
+    inputs = padding(runner, 4, 4, True, runner.shapes.widths[0])
     found = compiled(runner.forward, runner.weights, runner.cache, inputs)
     hidden = np.zeros((4, llm.model.weights["embed"].shape[1]), np.float32)
     head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, Sampling(rows, rows, "greedy"))

@@ -1,0 +1,105 @@
+"""What a runner compiles before the first request: every program, with padding of every shape of the chains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..models.interface import ArraySpec, Sampling, SharedPrefixes, StepInput
+from ..models.sampling import PARAMS, VARIANTS, at_least
+from .batch import all_allowed, edit_values, move_input, padded, row_values, with_extra
+from .plan import Admission, Transfer
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+JOINED = ("greedy", "sample")  # variants of the heads that are joined with a forward: what most requests ask for
+Call = tuple[Any, tuple[Any, ...]]  # a program, and its arguments
+
+
+def every_call(runner: Runner) -> Iterator[Call]:
+    """Every program with arguments of every shape: padding only, and never run."""
+    yield from _updates(runner)
+    yield from _forwards(runner)
+    yield from _heads(runner)
+    yield from runner.read_head.calls(runner.weights, runner.cache.rows)
+
+
+def run_joined(runner: Runner) -> None:
+    """Runs the joined steps on padding: a first call looks its program up, and records its CUDA graph."""
+    for n in runner.shapes.joined:
+        for variant in JOINED:
+            inputs = padding(runner, n, n, True, runner.shapes.widths[0])
+            sampling = runner.sampling_all(inputs, variant)
+            output, runner.cache = runner.forward_and_head(runner.weights, runner.cache, inputs, sampling)
+            runner.backend.read(output.token_ids_R)
+
+
+def padding(runner: Runner, seqs: int, tokens: int, decode: bool, width: int) -> StepInput:
+    """A step of nobody, of these padded sizes."""
+    tables = tuple(np.zeros((seqs, width), np.int32) for _ in runner.tables)
+    return StepInput(padded((), seqs, runner.scratch), np.zeros(seqs + 1, np.int32), tables, tokens, decode)
+
+
+def _updates(runner: Runner) -> Iterator[Call]:
+    """Admitting, and moving blocks."""
+    shapes, filler, groups, rows = (
+        runner.shapes,
+        partial(_filler, runner.scratch),
+        len(runner.tables),
+        runner.cache.rows,
+    )
+    for n in shapes.admitted:
+        for known in shapes.known:
+            yield runner.set_rows, (rows, *row_values((filler(known),) * n, shapes, runner.scratch))
+        edits = edit_values((filler(1),) * n, shapes, runner.scratch, runner.model.vocab_size)
+        yield runner.set_rows, (rows, *edits)
+    for n in shapes.moved:
+        pairs = [Transfer(g, 0, 0) for g in range(groups) for _ in range(n)]
+        yield runner.move_blocks, (runner.cache.groups, *move_input(pairs, groups, shapes))
+
+
+def _forwards(runner: Runner) -> Iterator[Call]:
+    """Decode steps, alone and joined, and mixed ones; each also with shared prefixes where steps may have some."""
+    shapes, model = runner.shapes, (runner.weights, runner.cache)
+    for width in shapes.widths:
+        for n in shapes.seqs:
+            yield runner.forward, (*model, padding(runner, n, n, True, width))
+        for n in shapes.joined:
+            inputs = padding(runner, n, n, True, width)
+            for variant in JOINED:
+                yield runner.forward_and_head, (*model, inputs, runner.sampling_all(inputs, variant))
+        for n in shapes.shared:
+            inputs = replace(padding(runner, n, n, True, width), shared=_no_prefixes(runner, n))
+            yield runner.forward, (*model, inputs)
+        for n in shapes.tokens:
+            for inputs in with_extra(padding(runner, runner.scratch, n, False, width), runner.model):
+                yield runner.forward_all, (*model, inputs)
+        for n in shapes.shared_tokens:
+            shared = _no_prefixes(runner, runner.scratch)
+            yield runner.forward_all, (*model, replace(padding(runner, runner.scratch, n, False, width), shared=shared))
+
+
+def _heads(runner: Runner) -> Iterator[Call]:
+    shapes, vocab_size = runner.shapes, runner.model.vocab_size
+    size = runner.model.weights["final_norm"].shape[0]
+    hidden = runner.backend.zeros(ArraySpec((runner.scratch, size), (None, None)))
+    for variant in VARIANTS if runner.processors else VARIANTS[:-1]:
+        for k in shapes.logprobs[:-1]:
+            for n in shapes.heads(variant, k):
+                rows, mask = (padded((), n, 0), padded((), n, runner.scratch)), all_allowed(n, vocab_size)
+                for m in (None, mask) if runner.masks and at_least(variant, "edits") else (None,):
+                    sampling = Sampling(*rows, variant, k, runner.digest, m, runner.logprobs_mode)
+                    yield runner.head_of(variant), (runner.last_weights, runner.cache.rows, hidden, sampling)
+
+
+def _no_prefixes(runner: Runner, seqs: int) -> tuple[SharedPrefixes | None, ...]:
+    return runner.prefixes.nothing(seqs) if runner.prefixes else ()
+
+
+def _filler(scratch: int, known: int) -> Admission:
+    return Admission(scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))
