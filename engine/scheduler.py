@@ -19,11 +19,9 @@ from .preemption import warn
 from .reads import end_complete, plan_reads
 from .repetition import STOP_REASON, goes_round
 from .request import Request
-from .scheduler_state import dump_requests, load_requests
+from .scheduler_state import dump_state, load_state
 from .siblings import Estates, first_will_compute
 from .waiting import WaitingQueue
-
-COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
 
 
 class Scheduler:
@@ -190,22 +188,7 @@ class Scheduler:
 
     def dump(self) -> dict[str, Any]:
         """The whole state, requests included, as a JSON-able value."""
-        at = {r: i for i, r in enumerate(self.alive.values())}
-        return {
-            "config": vars(self.config).copy(),
-            "policy": self.policy.name,
-            "limits": vars(self.limits).copy(),
-            "blocks": self.blocks.dump(),
-            "requests": dump_requests(self.alive.values(), self.estates.kept),
-            "num_kept": len(self.estates.kept),
-            "num_alive": len(self.alive),
-            "running": [at[r] for r in self.running],
-            "waiting": [at[r] for r in self.waiting],
-            "free_rows": list(self.free_rows),
-            "orphans": dict(self.orphans),
-            "events": [list(event) for event in self.events],
-            "counters": {name: getattr(self, name) for name in COUNTERS},
-        }
+        return dump_state(self)
 
     @staticmethod
     def load(value: dict[str, Any], policy: Any = None) -> Scheduler:
@@ -215,20 +198,7 @@ class Scheduler:
         given again. Raises ValueError for one of another name.
         """
         s = Scheduler(SchedulerConfig(**value["config"]), BlockManager.load(value["blocks"]), policy)
-        if s.policy.name != value["policy"]:
-            raise ValueError(f"the dump is of policy {value['policy']!r}: pass it as policy=, not {s.policy.name!r}")
-        s.limits = Limits(**value["limits"])
-        requests = load_requests(value["requests"])
-        s.alive = {r.id: r for r in requests[: value["num_alive"]]}
-        s.running = {requests[i]: None for i in value["running"]}
-        for i in value["waiting"]:
-            s.waiting.push(requests[i])
-            s.estates.expect(requests[i])
-        s.estates.kept = requests[value["num_alive"] :][: value["num_kept"]]
-        s.free_rows, s.orphans = list(value["free_rows"]), dict(value["orphans"])
-        s.events = [(name, Reason(code)) for name, code in value["events"]]
-        for name in COUNTERS:
-            setattr(s, name, value["counters"][name])
+        load_state(s, value)
         return s
 
     def _stop(self, r: Request, token: int) -> None:

@@ -1,17 +1,22 @@
-"""Requests as JSON-able values and back, for the scheduler's dump and load."""
+"""A scheduler's state as a JSON-able value, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .edits import edits_from_json, edits_to_json
+from .limits import Limits
+from .plan import Reason
 from .reads import wanted_from
 from .request import Request
 from .sampling_params import SamplingParams
 from .structured_output_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
 
 # fields that JSON holds as they are
 PLAIN = (
@@ -19,6 +24,45 @@ PLAIN = (
     *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
     *("samples", "num_read", "complete", "first_step", "compiling"),
 )
+COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
+
+
+def dump_state(s: Scheduler) -> dict[str, Any]:
+    """Everything that a scheduler is, its requests included."""
+    at = {r: i for i, r in enumerate(s.alive.values())}
+    return {
+        "config": vars(s.config).copy(),
+        "policy": s.policy.name,
+        "limits": vars(s.limits).copy(),
+        "blocks": s.blocks.dump(),
+        "requests": dump_requests(s.alive.values(), s.estates.kept),
+        "num_kept": len(s.estates.kept),
+        "num_alive": len(s.alive),
+        "running": [at[r] for r in s.running],
+        "waiting": [at[r] for r in s.waiting],
+        "free_rows": list(s.free_rows),
+        "orphans": dict(s.orphans),
+        "events": [list(event) for event in s.events],
+        "counters": {name: getattr(s, name) for name in COUNTERS},
+    }
+
+
+def load_state(s: Scheduler, value: dict[str, Any]) -> None:
+    """Fills a new scheduler, of the dumped config and blocks. Raises ValueError if its policy is of another name."""
+    if s.policy.name != value["policy"]:
+        raise ValueError(f"the dump is of policy {value['policy']!r}: pass it as policy=, not {s.policy.name!r}")
+    s.limits = Limits(**value["limits"])
+    requests = load_requests(value["requests"])
+    s.alive = {r.id: r for r in requests[: value["num_alive"]]}
+    s.running = {requests[i]: None for i in value["running"]}
+    for i in value["waiting"]:
+        s.waiting.push(requests[i])
+        s.estates.expect(requests[i])
+    s.estates.kept = requests[value["num_alive"] :][: value["num_kept"]]
+    s.free_rows, s.orphans = list(value["free_rows"]), dict(value["orphans"])
+    s.events = [(name, Reason(code)) for name, code in value["events"]]
+    for name in COUNTERS:
+        setattr(s, name, value["counters"][name])
 
 
 def dump_requests(alive: Iterable[Request], kept: Iterable[Request] = ()) -> list[dict[str, Any]]:
