@@ -251,7 +251,7 @@ class ModelSpec:
 
 
 class CacheLayout(Protocol):
-    """How keys and values lie in the cache: a frozen value without arrays. A new one is a file of under 50 lines."""
+    """How keys and values lie in the cache: a frozen value without arrays. A new one is a file of some 50 lines."""
 
     @property
     def block_size(self) -> int: ...
