@@ -60,7 +60,9 @@ def derive(rows: dict[str, Array], inputs: StepInput, group: int, block_size: in
     )
 
 
-def derive_all(weights: dict, cache: CacheState, inputs: StepInput, model: ModelSpec, block_size: int, ops: Any):
+def derive_all(
+    weights: dict, cache: CacheState, inputs: StepInput, model: ModelSpec, block_size: int, ops: Any
+) -> list[Step]:
     """One Step a cache group; they share everything but blocks."""
     steps = [derive(cache.rows, inputs, g, block_size, {}, ops) for g in range(len(model.groups))]
     ropes = {name: Rope(f, *ops.rope_table(steps[0].positions_T, f)) for name, f in weights["ropes"].items()}
