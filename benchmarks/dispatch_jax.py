@@ -193,7 +193,8 @@ def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> 
             if name in profiled:
                 run: Callable[[], Any] = partial(bench.run, name.split("/")[0], compiled, int(name.split()[1]), 8)
                 found[name]["profile"] = profile_jax(run, 6 if name.startswith("prefill") else 16)
-        except Exception as error:
+        # an option that this XLA does not know, or a program too large
+        except (RuntimeError, ValueError) as error:
             found[name] = {"error": str(error)[:300]}
             bench.runner.reset()
         print(name, json.dumps(found[name]), flush=True)
