@@ -24,7 +24,7 @@ from ..config import EngineConfig, engine_config
 from ..layout_names import layout_text
 from ..memory_plan import memory_plan, spec_bytes
 from ..plan import Admission
-from .errors import log_softmax
+from .errors import kl_divergence, log_softmax
 from .subjects import EngineSubject, make_request
 
 EXACT = "token_major"
@@ -167,9 +167,8 @@ def _quality(rows: Sequence[np.ndarray], wanted: Sequence[np.ndarray], targets: 
     """What `Measured` says of logits, row by row."""
     nll, kl, flips = [], [], 0
     for mine, exact, target in zip(rows, wanted, targets, strict=True):
-        p, q = (log_softmax(x[None].astype(np.float64))[0] for x in (exact, mine))
-        nll.append(-q[target])
-        kl.append((np.exp(p) * (p - q)).sum())
+        nll.append(-log_softmax(mine.astype(np.float64))[target])
+        kl.append(kl_divergence(mine[None], exact[None])[0])
         flips += int(mine.argmax() != exact.argmax())
     return {
         "num_tokens": len(kl),
