@@ -5,6 +5,7 @@ Pallas' interpreter fills what a kernel does not write with nan.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import triton as plt
 from kernels.test_experts import CASES, case_of
 from tolerances import tolerance
 
@@ -45,6 +47,37 @@ def test_every_way_equals_float64(case: str, way: str) -> None:
     # the others multiply unchosen experts by zero
     x, w, up, down, want = case_of(CASES[case], poisoned=way.startswith("kernels"))
     got = jax.jit(WAYS[way])(x, w, np.array(CASES[case], np.int32), up, down)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("float32", "op"))
+
+
+def beyond(ref: Any, mask: jax.Array) -> jax.Array:
+    """Where a place that is not masked lies outside the array. The interpreter would clamp it."""
+    ((indices, shape),) = ((t.indices, t.shape) for t in ref.transforms)
+    outside = [(i < 0) | (i >= n) for i, n in zip(indices, shape, strict=True)]
+    return mask & functools.reduce(jnp.logical_or, outside)
+
+
+class Poisoned:
+    """Pallas' loads and stores: what is read beyond an array is nan or no index, a store beyond one is all nan."""
+
+    CompilerParams = plt.CompilerParams
+
+    def load(self, ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
+        value = plt.load(ref, mask=mask, other=other)
+        integers = jnp.issubdtype(value.dtype, jnp.integer)
+        return jnp.where(beyond(ref, mask), 1 << 30 if integers else jnp.nan, value)
+
+    def store(self, ref: Any, value: jax.Array, *, mask: jax.Array) -> None:
+        plt.store(ref, jnp.where(beyond(ref, mask).any(), jnp.nan, value), mask=mask)
+
+
+@pytest.mark.parametrize(("case", "size"), [("uneven", 17), ("some none", 40)])
+def test_kernels_reach_beyond_no_array(case: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "plt", Poisoned())
+    x, w, up, down, want = case_of(CASES[case], size=size, poisoned=True)
+    # not what was traced before
+    run = partial(kernels.experts.__wrapped__, interpret=True, sizes=CUTS["small"])
+    got = jax.jit(run)(x, w, np.array(CASES[case], np.int32), up, down)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("float32", "op"))
 
 
