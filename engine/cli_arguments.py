@@ -9,6 +9,7 @@ from typing import Any
 from .arguments import WORKING
 
 TEXTS = {a.name for a in WORKING if a.kind == "str"}  # a revision of digits is no number
+FLAGS = {a.name for a in WORKING if a.kind == "bool"}
 
 
 def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -38,10 +39,16 @@ def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
 def free_word(words: Sequence[str]) -> tuple[list[str], str | None]:
     """The words without the first that belongs to no option, and that one: a model named as `octavo plan --tp 4 M`."""
     for i, word in enumerate(words):
-        behind = i > 0 and words[i - 1].startswith("--") and "=" not in words[i - 1]
-        if not word.startswith("--") and not behind:
+        if not word.startswith("--") and not (i and _takes(words[i - 1], word)):
             return [*words[:i], *words[i + 1 :]], word
     return list(words), None
+
+
+def _takes(option: str, word: str) -> bool:
+    """Whether a word behind this one is its value."""
+    if not option.startswith("--") or option.startswith("--no-") or "=" in option:
+        return False
+    return option[2:].replace("-", "_") not in FLAGS or word in ("true", "false")
 
 
 def _value(key: str, text: str) -> Any:

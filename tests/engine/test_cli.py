@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
-from octavo.engine.cli_arguments import engine_arguments
+from octavo.engine.cli_arguments import engine_arguments, free_word
 from octavo.engine.cli_tables import readable
 
 PROMPT = "The capital of France is"
@@ -199,6 +199,25 @@ def test_plan_shows_memory_before_it_is_allocated():
 )
 def test_engine_arguments_are_read_off_words(words, arguments):
     assert engine_arguments(words) == arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("--tp 4 M", "--tp 4"),
+        ("M --tp 4", "--tp 4"),
+        ("--tp=4 M", "--tp=4"),
+        ("--no-enable-prefix-caching M", "--no-enable-prefix-caching"),
+        ("--enable-expert-parallel M --tp 2", "--enable-expert-parallel --tp 2"),
+        ("--enable-expert-parallel false M", "--enable-expert-parallel false"),
+    ],
+)
+def test_a_model_may_stand_anywhere_among_options(words, left):
+    assert free_word(words.split()) == (left.split(), "M")
+
+
+def test_a_value_is_no_model():
+    assert free_word(["--tp", "4"]) == (["--tp", "4"], None)
 
 
 @pytest.mark.parametrize("words", [["stray"], ["--seed", "1", "2"], ["--seed", "1", "--seed", "2"]])
