@@ -15,10 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from .triton_tiles import power_of_two
+from .triton_tiles import CACHES, power_of_two
 
 ORDERS = ("n p k d", "n k p d")
-CACHES = ("float32", "bfloat16", "float16")
 ROWS = 16  # of a program, at most, if a group has no more
 FEW = 256  # tokens: up to so many, a program takes one, to keep the device busy
 
@@ -46,7 +45,7 @@ def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None, 
     k_pool_ref, v_pool_ref, q_out_ref = refs[-3:] if in_place else (refs[-2], refs[-1], refs[-3])
     num_tokens, dim, head = qkv_ref.shape[0], qkv_ref.shape[-1], pl.program_id(1)
     half, size = dim // 2, power_of_two(dim // 2)
-    heads = power_of_two_above(groups)
+    heads = rows_of(groups)
     row_M, d_H = jnp.arange(tokens * heads), jnp.arange(size)
     token_M, x_M = pl.program_id(0) * tokens + row_M // heads, row_M % heads
     inside_M = token_M < num_tokens
@@ -101,7 +100,7 @@ def kernel(*refs: Any, order: str, groups: int, tokens: int, eps: float | None, 
     write(v_pool_ref, is_v_M, both(qkv_ref, (at(is_v_M), head, x_M[:, None]), mask(is_v_M)))
 
 
-def power_of_two_above(groups: int) -> int:
+def rows_of(groups: int) -> int:
     """Rows of a token: room for its queries, its key and its value."""
     return 1 << (groups + 1).bit_length()
 
@@ -145,7 +144,7 @@ def _launch(
 ) -> Any:  # fmt: skip
     """q, and if not `in_place` both pools."""
     num_tokens, num_heads, groups, dim = (*qkv_TKXD.shape[:2], qkv_TKXD.shape[2] - 2, qkv_TKXD.shape[3])
-    rows = power_of_two_above(groups)
+    rows = rows_of(groups)
     tokens = 1 if num_tokens <= FEW else max(1, ROWS // rows)
     body = functools.partial(
         kernel, order=order, groups=groups, tokens=tokens, eps=eps if scales else None, in_place=in_place

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 from . import shared_prefix
 from .ragged import FILL, HIDDEN, Plan, Prefixes, Rows, Tiles, split_count
 from .triton_tiles import (
+    CACHES,
     FAR,
     Keys,
     Sizes,
@@ -32,7 +33,6 @@ from .triton_tiles import (
 )
 
 FEW = 8  # rows of a step up to which it counts how many there really are
-CACHES = ("float32", "bfloat16", "float16")
 
 
 def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -> str | None:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 from .ragged import HIDDEN, LOG2_E
 
 FAR = 1 << 30  # a window that hides nothing
+CACHES = ("float32", "bfloat16", "float16")  # dtypes that they read and write
 
 
 class Sizes(NamedTuple):
