@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from ..models.interface import CacheLayout
@@ -34,10 +34,13 @@ def layout_from(text: str, block_size: int) -> CacheLayout:
     Raises ValueError for a name that there is not, a field that it has not, or a value that it refuses.
     """
     name, _, last = text.rpartition(":")
-    given = {}
+    given: dict[str, Any] = {}
     if "=" in last:
         pairs = [pair.partition("=") for pair in last.split(",")]
-        given = {key.strip(): _value(text, value) for key, _, value in pairs}
+        for key, _, value in pairs:
+            if key.strip() in given:
+                raise ValueError(f"layout {text!r}: {key.strip()!r} is given twice")
+            given[key.strip()] = _value(text, value)
     else:
         name = text
     if ":" not in name and name not in LAYOUTS:
@@ -54,6 +57,9 @@ def layout_from(text: str, block_size: int) -> CacheLayout:
         raise ValueError(f"layout {name!r} is no dataclass with a block_size")
     known.remove("block_size")
     check_names(f"field of layout {name!r}", given, known)
+    for field in fields(kind):
+        if field.name in given:
+            _check_kind(text, field, given[field.name])
     return kind(block_size=block_size, **given)
 
 
@@ -87,3 +93,13 @@ def _value(text: str, value: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError:
         raise ValueError(f"layout {text!r}: {value!r} is no number, true, false or null") from None
+
+
+def _check_kind(text: str, field: Field[Any], value: Any) -> None:
+    """Raises ValueError where a field is annotated with plain types alone, and the value is of none of them."""
+    annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    names = {name.strip() for name in annotation.split("|")}
+    kind = "None" if value is None else type(value).__name__
+    fits = kind in names or (kind == "int" and "float" in names)
+    if names <= {"int", "float", "bool", "str", "None"} and not fits:
+        raise ValueError(f"layout {text!r}: {field.name} {value!r} is not of type {annotation}")

@@ -51,6 +51,12 @@ def test_a_layout_from_a_file(mine):
         ("token_major:block_size=8", "field of layout 'token_major' 'block_size'"),
         ("no.py:Mine", "there is no file no.py"),
         ("head_major:size=x", "'x' is no number"),
+        ('h2o:budget="x"', "budget 'x' is not of type int"),
+        ("h2o:budget=null", "budget None is not of type int"),
+        ("h2o:budget=true", "budget True is not of type int"),
+        ("streaming_llm:sinks=1.5", "sinks 1.5 is not of type int"),
+        ("streaming_llm:window=NaN", "window nan is not of type int"),
+        ("h2o:budget=24,budget=32", "'budget' is given twice"),
     ],
 )
 def test_a_wrong_text_is_refused(text, message):
