@@ -67,6 +67,8 @@ class BlockPool:
             block, _ = self.free.popitem(last=False)
         else:
             block = self.evict(self)
+            if not isinstance(block, int) or block not in self.free:
+                raise ValueError(f"evict(pool) named block {block!r}, which is not free: one of pool.free is right")
             del self.free[block]
         if block in self.key_of:
             self._forget(block)

@@ -60,6 +60,11 @@ def as_policy(value: Any) -> Policy:
     rank, evict = getattr(value, "rank", None), getattr(value, "evict", None)
     if rank is None and evict is None:
         raise ValueError(f"policy {value!r} has neither rank(request) nor evict(pool)")
+    if isinstance(value, type):
+        raise ValueError(f"policy {value!r} is a class: an object of it is right")
+    for method, found in (("rank", rank), ("evict", evict)):
+        if found is not None and not callable(found):
+            raise ValueError(f"policy {value!r}: {method} {found!r} is no method")
     name = type(value).__name__
     return ranked(name, rank, evict) if rank else Policy(name, FcfsQueue, _last_admitted, evict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from backends import BACKENDS
@@ -73,6 +74,14 @@ def test_the_block_that_a_policy_names_is_used_next():
     assert hits["str"] == 0 and hits["NewestFirst"] == 8
 
 
+@pytest.mark.parametrize("block", [None, 0, -1, 99, "a", float("nan"), 1.0])
+def test_a_block_that_is_not_free_is_refused(block):
+    s = scheduler(SimpleNamespace(evict=lambda pool: block))
+    add(s, make_request("one", [1] * 12, max_tokens=1))
+    with pytest.raises(ValueError, match="is not free"):
+        s.schedule()
+
+
 def test_every_request_is_served_under_any_rank():
     rng = random.Random(2)
     arrivals = [Arrival(i * 0.05, rng.randint(1, 80), rng.randint(1, 20), n=rng.choice([1, 2])) for i in range(150)]
@@ -106,6 +115,11 @@ def test_what_is_no_policy_is_refused(tmp_path):
         as_policy("lifo")
     with pytest.raises(ValueError, match="neither rank"):
         as_policy(3)
+    with pytest.raises(ValueError, match="is a class: an object of it is right"):
+        as_policy(ShortestFirst)
+    for method in ("rank", "evict"):
+        with pytest.raises(ValueError, match=f"{method} 3 is no method"):
+            as_policy(SimpleNamespace(**{method: 3}))
     (tmp_path / "mine.py").write_text("class Mine:\n    def rank(self, r):\n        return 0\n")
     assert as_policy(load_object(f"{tmp_path}/mine.py:Mine")).name == "Mine"
     for where, message in (("mine.py", "is not FILE.py:NAME"), (f"{tmp_path}/no.py:A", "there is no file"),
