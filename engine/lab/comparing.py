@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import WORKING
+from ..checks import integer
+from ..config import engine_config
 from .candidate import Candidate, Forced, Run
 from .prompts import default_prompts
 from .remote import Remote
@@ -123,6 +125,11 @@ def compare(
     texts = list(default_prompts() if prompts is None else prompts)
     if not texts:
         raise ValueError("there are no prompts to compare on")
+    integer("max_tokens", max_tokens, 1)
+    integer("rounds", rounds, 1)
+    # what B gets wrong is said before A has run
+    for configuration in (first, second):
+        engine_config(**configuration)
     with tempfile.TemporaryDirectory(prefix="octavo-compare-") as folder:
         with _candidate(first) as one:
             ids = one.call("encode", texts)

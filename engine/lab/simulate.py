@@ -64,8 +64,11 @@ class Arrival:
         number("arrival", self.arrival, 0, float("inf"), open_high=True)
         for name, low in (("prompt", 1), ("output", 1), ("prefix_len", 0), ("n", 1)):
             integer(name, getattr(self, name), low, float("inf"))
+        integer("priority", self.priority)
         if self.prefix_len > self.prompt:
             raise ValueError(f"prefix_len {self.prefix_len} is more than the prompt's {self.prompt} tokens")
+        if self.prefix_len and self.prefix is None:
+            raise ValueError(f"prefix_len {self.prefix_len} needs a prefix: the name of what is shared")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from tiny import PROMPTS, SHARED, TINY, engine, numpy_weights, spec_of
 from typer.testing import CliRunner
 
 from octavo.engine.cli import app
+from octavo.engine.config import engine_config
 from octavo.engine.lab import comparing as module
 from octavo.engine.lab.candidate import Candidate, Run
 from octavo.engine.lab.comparing import Compared, PromptDifference, compare, differing, rows_of_prompts
@@ -61,6 +62,7 @@ class TinyCandidate(Candidate):
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "slow" not in request.keywords:
         monkeypatch.setattr(module, "_candidate", Here)
+        monkeypatch.setattr(module, "engine_config", lambda factor=1, **arguments: engine_config(**arguments))
         monkeypatch.setattr(Candidate, "_flip_text", lambda self, ids: f"<{ids}>")
 
 
@@ -123,6 +125,21 @@ def test_other_vocabularies_are_refused(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros((2, 11), np.float32))
     with pytest.raises(ValueError, match="vocabularies of 11 and 97"):
         candidate.compare_logits([[1]], [[1, 2]], [[1, 2]], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("b", "more", "message"),
+    [
+        ({"zz": 3}, {}, "unknown engine argument 'zz'"),
+        ({"layout": "h2o:budget=0"}, {}, "budget 0"),
+        ({}, {"rounds": 0}, "rounds 0"),
+        ({}, {"max_tokens": 0}, "max_tokens 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(monkeypatch, b, more, message):
+    monkeypatch.setattr(module, "_candidate", lambda arguments: pytest.fail("a candidate was started"))
+    with pytest.raises(ValueError, match=message):
+        compare({"backend": BACKENDS[0]}, {"backend": BACKENDS[0]} | b, TEXTS, **more)
 
 
 def test_the_command_prints_verdict_lines_and_tables(tmp_path, monkeypatch):

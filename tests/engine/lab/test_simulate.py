@@ -91,6 +91,8 @@ def test_a_cost_model_is_found_again():
         ('{"arrival": 0, "prompt": 4}', "line 1.*output"),
         ('{"arrival": 0, "prompt": 4, "output": 0}', "output 0"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "prefix_len": 9}', "prefix_len 9 is more than"),
+        ('{"arrival": 0, "prompt": 4, "output": 1, "prefix_len": 2}', "prefix_len 2 needs a prefix"),
+        ('{"arrival": 0, "prompt": 4, "output": 1, "priority": "x"}', "priority 'x'"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "colour": 9}', "colour"),
         ('{"arrival": 2, "prompt": 4, "output": 1}\n{"arrival": 1, "prompt": 4, "output": 1}', "line 2 arrives at 1"),
     ],
