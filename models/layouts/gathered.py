@@ -97,6 +97,11 @@ def attend(
 
     def some_tiles(seq_W: Array, start_W: Array, *more: Array) -> tuple[Array, ...]:
         k_WMKD, v_WMKD, pos_WM = read(step.block_tables_SB[seq_W], *more)
+        if not tuple(k_WMKD.shape[:2]) == tuple(v_WMKD.shape[:2]) == tuple(pos_WM.shape):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (k_WMKD, v_WMKD, pos_WM))
+            raise ValueError(
+                f"read returned {shapes}: give [W, M, K, D], [W, M, K, D] and [W, M]; gather has an `order`"
+            )
         there_WM = (pos_WM >= 0) & (pos_WM < step.lengths_S[seq_W][:, None])
         token_WQ = start_W[:, None] + ops.arange(tiles.queries, like=start_W)
         own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]

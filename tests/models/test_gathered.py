@@ -26,8 +26,13 @@ def subject(name: str) -> Backend:
     return NumpyBackend() if name == "numpy" else backend_of(name, "auto")
 
 
-def attend(backend: Backend, batch: Batch, order: str = "n p k d", counts: Any = None, hide: Any = None) -> Any:
-    """The batch through gathered.attend, and the weights of the slots if counts are given; `hide`: block ids."""
+def attend(
+    backend: Backend, batch: Batch, order: str = "n p k d", counts: Any = None, hide: Any = None, lies: str = ""
+) -> Any:
+    """The batch through gathered.attend, and the weights of the slots if counts are given; `hide`: block ids.
+
+    `lies` is the order in which the arrays lie, if it is not the one that they are gathered by.
+    """
     size = batch.case.block_size
 
     def program(groups: dict, q: Any, step: Step, sinks: Any, counts: Any, hide: Any, *, ops: Any) -> Any:
@@ -44,7 +49,7 @@ def attend(backend: Backend, batch: Batch, order: str = "n p k d", counts: Any =
     def place(x: Any, dtype: str = "float32") -> Any:
         return backend.place(np.asarray(x), ArraySpec(np.shape(x), (None,) * np.ndim(x), dtype))
 
-    groups = {name: place(getattr(batch, name).transpose(TRANSPOSED[order])) for name in "kv"}
+    groups = {name: place(getattr(batch, name).transpose(TRANSPOSED[lies or order])) for name in "kv"}
     run = backend.compile(program, ("groups", "q", "step", "sinks", "counts", "hide"), ("out", "groups"), "groups")
     sinks = None if batch.sinks is None else place(batch.sinks)
     args = (None if counts is None else place(counts)), place(-1 if hide is None else hide, "int32")
@@ -68,6 +73,12 @@ def test_any_order_is_gathered_a_few_tiles_at_a_time(backend, order, monkeypatch
     want = expected(batch)
     out = attend(subject(backend), batch, order)[: len(want)]
     np.testing.assert_allclose(out, want, rtol=0, atol=tolerance("float32", "attention"))
+
+
+@each
+def test_arrays_gathered_by_a_wrong_order_are_refused_with_their_shapes(backend):
+    with pytest.raises(ValueError, match=r"read returned \(\d+, \d+, \d+, \d+\), .*gather has an `order`"):
+        attend(subject(backend), make_batch(MIXED), lies="n k p d")
 
 
 @each
