@@ -10,6 +10,10 @@ KEY := $(shell (cat pyproject.toml constraints.txt; pwd) | cksum | cut -d' ' -f1
 RUN := $(VENV)/octavo-run-$(KEY)
 DEV := $(VENV)/octavo-dev-$(KEY)
 
+# a process a processor, each file's tests in one; each computes in one thread, since threads that wait for work spin
+PYTEST := pytest -q -n logical --dist loadfile
+test test-slow test-jax-next: export OMP_NUM_THREADS := 1
+
 # the second leg: the JAX half on a newer Python, with the newest JAX and without torch
 PYTHON_NEXT ?= $(shell PYENV_VERSION=3.12.1 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 NEXT := $(CURDIR)/.venv-next
@@ -24,14 +28,14 @@ demo: $(RUN) fetch  ## generates text with the embedded model
 	$(VENV)/bin/octavo generate --model smollm2 --chat --temperature 0 --max-tokens 100 --prompt "What is gravity?"
 
 test: $(DEV) fetch  ## runs every test but the slow ones
-	$(PY) -m pytest -q -m "not slow and not gpu and not tpu" $(ARGS)
+	$(PY) -m $(PYTEST) -m "not slow and not gpu and not tpu" $(ARGS)
 
 test-slow: $(DEV) fetch  ## runs the slow tests
-	$(PY) -m pytest -q -m "slow and not gpu and not tpu" --durations=10 $(ARGS)
+	$(PY) -m $(PYTEST) -m "slow and not gpu and not tpu" --durations=10 $(ARGS)
 
 test-jax-next: $(DEV_NEXT)  ## runs the JAX half on Python 3.12 and the newest JAX, without torch
 	$(NEXT)/bin/python -m octavo.engine.loading.fetch smollm2
-	$(NEXT)/bin/python -m pytest -q -m "not slow and not gpu and not tpu" --backends jax $(ARGS)
+	$(NEXT)/bin/python -m $(PYTEST) -m "not slow and not gpu and not tpu" --backends jax $(ARGS)
 
 conformance: $(DEV)  ## writes docs/conformance.md anew
 	cd tests && $(PY) conformance.py > ../docs/conformance.md

@@ -123,7 +123,13 @@ WORKING = (
     ),
     Argument("mode", "str", "in_place", "in_place, or pure: each step copies the cache", choices("in_place", "pure")),
     *PARALLELISM,
-    Argument("threads", "int", None, "CPU threads (torch only); None: one a physical core", integers(1)),
+    Argument(
+        "threads",
+        "int",
+        None,
+        "CPU threads (torch only); None: one a physical core, or as few as OMP_NUM_THREADS says",
+        integers(1),
+    ),
     Argument(
         "enforce_eager",
         "bool",

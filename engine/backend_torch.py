@@ -74,6 +74,10 @@ def from_numpy(x: np.ndarray) -> Tensor:
     return torch.from_numpy(x)
 
 
+# what OMP_NUM_THREADS says, or a user's torch.set_num_threads: before any backend sets it
+TOLD = torch.get_num_threads()
+
+
 def physical_cores() -> int:
     """Cores that this process may use, hyperthreads counted once."""
     cores = set()
@@ -81,6 +85,11 @@ def physical_cores() -> int:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text() if siblings.exists() else cpu)
     return len(cores)
+
+
+def default_threads(ranks: int) -> int:
+    """Threads of each of so many processes on this host: their share of the cores, and no more than torch was told."""
+    return max(1, min(physical_cores() // ranks, TOLD))
 
 
 def find_platform(device: str) -> str:
@@ -152,7 +161,7 @@ class TorchBackend:
         self.programs: list[Program] = []
         # processes of one host share its cores
         ranks = 1 if mesh is None else math.prod(mesh.shape.values())
-        self.threads = threads or max(1, physical_cores() // ranks)
+        self.threads = threads or default_threads(ranks)
         torch.set_num_threads(self.threads)
         # fp32 means fp32: no TF32, no bf16 passes
         torch.set_float32_matmul_precision("highest")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import TINY, VOCAB, numpy_weights, spec_of
 
+from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void, map_arrays, physical_cores
 from octavo.engine.batch import Shapes
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
@@ -201,14 +202,16 @@ def test_float32_is_not_rounded_below_it():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_threads_are_the_cores_of_this_process():
+def test_threads_are_those_asked_for_or_the_cores_of_this_process(monkeypatch):
     assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
     try:
         TorchBackend(threads=1)
         assert torch.get_num_threads() == 1
-        TorchBackend()
-        assert torch.get_num_threads() == physical_cores()
+        for told, threads in ((1, 1), (10**6, physical_cores())):
+            monkeypatch.setattr(backend_torch, "TOLD", told)
+            TorchBackend()
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 
