@@ -172,6 +172,12 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
     config = EngineConfig(**resolved, given=frozenset(given), fit_model_len=fit)
     _check_model(config)
     _check_backend(config)
+    shares_experts = config.enable_expert_parallel or config.rules.get("experts") is not None
+    if config.expert_placement_strategy != "linear" and not shares_experts:
+        raise ValueError(
+            f"expert_placement_strategy={config.expert_placement_strategy!r} places nothing without "
+            "enable_expert_parallel=True, or sharding_rules for experts"
+        )
     if config.sharding_rules is not None:
         check_known(config.sharding_rules, config.mesh_shape)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))

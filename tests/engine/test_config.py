@@ -363,3 +363,12 @@ def test_a_gpu_takes_more_at_a_time(memory, given, seqs, tokens):
     config = engine_config("m", **given).for_model(SPEC, "cuda", "bfloat16", memory)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
     assert engine_config("m", **given).for_model(SPEC).max_num_seqs == given.get("max_num_seqs", 32)
+
+
+def test_a_placement_of_experts_that_nobody_shares_is_refused():
+    turns = {"expert_placement_strategy": "round_robin"}
+    with pytest.raises(ValueError, match="places nothing without enable_expert_parallel"):
+        engine_config("m", **turns)
+    assert engine_config("m", enable_expert_parallel=True, **turns).expert_placement_strategy == "round_robin"
+    rules = {"experts": "tp"}
+    assert engine_config("m", tensor_parallel_size=2, sharding_rules=rules, **turns).deals_experts
