@@ -27,6 +27,14 @@ def named_in_file(where: str) -> Any:
     return getattr(module, name)
 
 
+def function_in_file(where: str) -> Any:
+    """The same, of a function. Raises ValueError for what cannot be called."""
+    found = named_in_file(where)
+    if not callable(found):
+        raise ValueError(f"{where!r} is {found!r}: a function is right")
+    return found
+
+
 def load_object(where: str) -> Any:
     """What FILE.py:NAME names; a class is called without arguments. Raises ValueError if there is no such thing."""
     found = named_in_file(where)

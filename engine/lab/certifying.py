@@ -22,7 +22,7 @@ from ..llm import LLM
 from ..plan import Reason
 from ..runner import StepResult
 from ..step_log import Entry, read_log
-from ..user_code import named_in_file
+from ..user_code import function_in_file
 from .replaying import TOLERANCE, Teller, compare_steps
 from .rerun import quiet
 from .subjects import check_name, is_users
@@ -89,7 +89,7 @@ def _maker(backend: str, model: Any, weights: Any, arguments: dict[str, Any]) ->
         if backend != "auto":
             check_name(backend)
         return lambda **options: make_named(backend, **options)
-    users = named_in_file(backend)
+    users = function_in_file(backend)
     return lambda **options: users(lambda name, **changes: make_named(name, **options | changes))
 
 

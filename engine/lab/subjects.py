@@ -16,7 +16,7 @@ from ..request import Request
 from ..runner import Hidden
 from ..sampling_params import SamplingParams
 from ..step_log import Entry
-from ..user_code import named_in_file
+from ..user_code import function_in_file
 from .numpy_backend import NumpyBackend
 from .remote import Remote
 from .replaying import Teller
@@ -235,7 +235,7 @@ def _users_subject(name: str, model: Any, weights: Any, options: dict[str, Any])
         check_name(of)
         return make_subject(of, model, weights, options | changes)
 
-    subject = named_in_file(name)(make)
+    subject = function_in_file(name)(make)
     if not hasattr(subject, "look"):
         raise ValueError(f"{name} returns {subject!r}, which is nothing that make() makes")
     subject.name = name

@@ -17,7 +17,7 @@ from octavo.engine.lab.simulate import Arrival, Cost, Simulation, make_scheduler
 from octavo.engine.limits import SchedulerConfig
 from octavo.engine.policy import as_policy
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.user_code import load_object
+from octavo.engine.user_code import function_in_file, load_object
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
 
@@ -115,6 +115,9 @@ def test_what_is_no_policy_is_refused(tmp_path):
         as_policy("lifo")
     with pytest.raises(ValueError, match="neither rank"):
         as_policy(3)
+    (tmp_path / "number.py").write_text("N = 3\n")
+    with pytest.raises(ValueError, match="N' is 3: a function is right"):
+        function_in_file(f"{tmp_path}/number.py:N")
     with pytest.raises(ValueError, match="is a class: an object of it is right"):
         as_policy(ShortestFirst)
     for method in ("rank", "evict"):
