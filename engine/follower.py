@@ -101,8 +101,9 @@ def serve(commands: Connection, results: Connection) -> None:
                 os._exit(0)
             raise
     if caught.error is not None:
+        # rank 0 raises it, with the traceback where that says more than the words
         leader.report(Failed(portable(caught.error)))
-        raise caught.error
+        raise SystemExit(1)
 
 
 def follow(leader: Leader, runner: Runner) -> None:

@@ -65,6 +65,12 @@ def test_what_does_not_divide_is_refused_with_numbers(size: int, words: str) -> 
         engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=size)
 
 
+def test_other_processes_say_nothing_of_what_rank_0_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="not divisible by tensor_parallel_size 3"):
+        engine(EIGHT_HEADS, backend="torch", tensor_parallel_size=3)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_rules_of_ones_own_share_what_they_name() -> None:
     one, own = (
