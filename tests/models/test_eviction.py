@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import eviction_oracle as sim
@@ -22,7 +21,6 @@ from octavo.models.keeps import Keeps
 from octavo.models.layouts import H2O, LAYOUTS, SnapKV, StreamingLLM
 from octavo.models.layouts.evicting import left
 
-logging.getLogger("octavo").setLevel(logging.ERROR)
 # compiling takes its time
 BOTH = pytest.mark.parametrize(
     "backend", [pytest.param(b, marks=() if b == "torch" else pytest.mark.slow) for b in BACKENDS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,7 +24,6 @@ OF_TINY: dict[str, Any] = {"model": spec_of(TINY), "weights": numpy_weights(TINY
 def log_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with preemptions, prefix hits and forks."""
     path = tmp_path_factory.mktemp("log") / "steps.jsonl"
-    logging.getLogger("octavo").setLevel(logging.ERROR)
     llm = engine(backend=request.param, num_gpu_blocks_override=15, max_model_len=104, step_log=str(path))
     tokens(llm, PROMPTS[:7], RANDOM)
     tokens(llm, [PROMPTS[3]], replace(RANDOM, n=3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from octavo.engine.step_log import StepLog
 def log_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with preemptions, prefix hits, forks, an abort, a stop string's kind of end, and a reset cache."""
     path = tmp_path_factory.mktemp("log") / "steps.jsonl"
-    logging.getLogger("octavo").setLevel(logging.ERROR)
     llm = engine(
         backend=BACKENDS[0],
         num_gpu_blocks_override=15,
