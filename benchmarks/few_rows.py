@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product as combinations
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
     """What is tried: enough programs for the device, and not too many."""
     end, found = width // 2 if gate else width, []
     rows = 64 if num_rows > 16 else 16
-    for columns, splits in combinations((32, 64, 128), (1, 2, 4, 8)):
+    for columns, splits in product((32, 64, 128), (1, 2, 4, 8)):
         programs = -(-end // columns) * splits
         if not 0.6 * PROCESSORS <= programs <= 5 * PROCESSORS or (gate and columns == 128):
             continue
@@ -155,7 +155,7 @@ def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
 def table(kept: dict[str, list], rows: list[int], device: str) -> str:
     """kernels_triton/few_rows_table.py with what was best; the entries of other devices stay."""
     own: dict[int, dict] = {}
-    for (name, (depth, width, _, gate, _)), num_rows in combinations(PRODUCTS.items(), rows):
+    for (name, (depth, width, _, gate, _)), num_rows in product(PRODUCTS.items(), rows):
         us, best, _ = min(kept[f"{name} x {num_rows}"])
         plain = next(us for us, tile, _ in kept[f"{name} x {num_rows}"] if tile == "cuBLAS")
         chosen = None if best == "cuBLAS" or us > LEAST_GAIN * plain else best
@@ -194,8 +194,8 @@ def main() -> None:
     print(len(work), "variants compiled,", round(time.time() - started), "s", flush=True)
     if args.only_compile:
         return
-    kept = {}
-    for name, num_rows in combinations(PRODUCTS, args.rows):
+    kept, rows = {}, [int(n) for n in args.rows]
+    for name, num_rows in product(PRODUCTS, rows):
         depth, width = PRODUCTS[name][:2]
         found = measure(name, num_rows)
         torch.cuda.empty_cache()

@@ -53,7 +53,7 @@ def rebuild(tree: Any, arrays: Any) -> Any:
     return tree
 
 
-def arrays_of(tree: Any) -> list[Tensor]:
+def arrays_of(tree: Any) -> list[Any]:
     """The arrays of a tree, in the order of `describe`. Every step asks: a state has hundreds."""
     if isinstance(tree, np.ndarray | Tensor):
         return [tree]
@@ -65,7 +65,7 @@ def arrays_of(tree: Any) -> list[Tensor]:
         parts = vars(tree).values()
     else:
         return []
-    found: list[Tensor] = []
+    found = []
     for x in parts:
         found += (x,) if isinstance(x, Tensor) else arrays_of(x)
     return found
