@@ -164,15 +164,24 @@ def _beside(steps: Iterator[Entry], parts: Parts, other: Parts) -> Replay:
 
 
 def _error(a: StepResult, b: StepResult) -> float:
-    """The greatest difference of a logprob, over the tokens that are among the likeliest of both."""
-    if a.top_ids is None or b.top_ids is None or a.top_logprobs is None or b.top_logprobs is None:
-        return 0.0
+    """The greatest difference of a logprob, over the tokens that are among the likeliest of one of them.
+
+    One that the other does not name is at most as likely there as the last that it names: so much less, at least.
+    """
     worst = 0.0
-    for row in range(len(a.top_ids)):
-        ids, at_a, at_b = np.intersect1d(a.top_ids[row], b.top_ids[row], return_indices=True)
-        if len(ids):
-            worst = max(worst, float(np.abs(a.top_logprobs[row][at_a] - b.top_logprobs[row][at_b]).max()))
+    for here, there in zip(_likeliest(a), _likeliest(b), strict=True):
+        for mine, other in ((here, there), (there, here)):
+            last = min(other.values())
+            worst = max(worst, *(abs(p - other[i]) if i in other else max(0.0, p - last) for i, p in mine.items()))
     return worst
+
+
+def _likeliest(result: StepResult) -> list[dict[int, float]]:
+    """The likeliest tokens of each sampled row, and their logprobs."""
+    if result.top_ids is None or result.top_logprobs is None:
+        return []
+    rows = zip(result.top_ids.tolist(), result.top_logprobs.tolist(), strict=True)
+    return [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
 
 
 def _other_token(step: Entry, result: StepResult) -> Difference | None:

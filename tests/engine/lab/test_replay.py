@@ -69,8 +69,9 @@ def test_the_other_backend_stays_within_tolerance(log_path):
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="there is no other backend")
-def test_the_other_backend_with_other_weights_does_not(log_path, monkeypatch):
-    """The logged backend gets the logged weights, the other one weights of which one number is off."""
+@pytest.mark.parametrize("factor", [1.01, -1.0])
+def test_the_other_backend_with_other_weights_does_not(log_path, monkeypatch, factor):
+    """The logged backend gets the logged weights, the other one some that are off; it says where."""
     from octavo.engine.lab import replaying as module
 
     header = json.loads(log_path.read_text().splitlines()[0])["header"]
@@ -79,12 +80,14 @@ def test_the_other_backend_with_other_weights_does_not(log_path, monkeypatch):
 
     def build(config: Any, weights: Any) -> Any:
         if config.backend == other:
-            weights = weights | {"final_norm": weights["final_norm"] * 1.01}
+            weights = weights | {"final_norm": weights["final_norm"] * factor}
         return built(config, weights)
 
     monkeypatch.setattr(module, "build", build)
     found = replay(log_path, on=other, to=2, **OF_TINY)
     assert not found.ok
+    if factor < 0:
+        assert (found.difference.step, found.difference.what) == (0, "tokens"), found
 
 
 def test_a_spec_must_be_given(log_path):
