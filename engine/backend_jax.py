@@ -89,8 +89,8 @@ def find_platform(device: str) -> str:
 
 
 def device_memory() -> int | None:
-    """Bytes that JAX may take of the first GPU; None where it does not say."""
-    stats = jax.devices()[0].memory_stats()
+    """Bytes that JAX may take of the first GPU of this process; None where it does not say."""
+    stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] if stats else None
 
 
@@ -290,7 +290,7 @@ class JaxBackend:
 
     def free_memory(self) -> int | None:
         """Bytes free on the first GPU; None on a CPU."""
-        stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+        stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
 
     def total_memory(self) -> int | None:
