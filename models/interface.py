@@ -180,6 +180,15 @@ class Routing:
     group_best: int = 1
     float32: bool = False  # logits are made in float32, whatever the model's dtype
 
+    def __post_init__(self) -> None:
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring {self.scoring!r} is neither softmax nor sigmoid")
+        for name in ("num_chosen", "num_groups", "group_best"):
+            if (n := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {n} must be at least 1")
+        if not 1 <= self.num_top_groups <= self.num_groups:
+            raise ValueError(f"num_top_groups {self.num_top_groups} must be from 1 to num_groups {self.num_groups}")
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -191,6 +200,21 @@ class Mixture:
     routing: Routing
     shared_dim: int = 0  # of the expert that every token goes through; 0: there is none
     shared_gate: bool = False  # whether that one has a gate
+
+    def __post_init__(self) -> None:
+        routing, layers = self.routing, self.layers
+        group, rest = divmod(self.num_experts, routing.num_groups)
+        if self.num_experts < 1 or rest:
+            raise ValueError(f"num_experts {self.num_experts} must be at least 1, in {routing.num_groups} equal groups")
+        for name, most in (("group_best", group), ("num_chosen", group * routing.num_top_groups)):
+            if (n := getattr(routing, name)) > most:
+                raise ValueError(f"{name} {n} of {self.num_experts} experts: at most {most} can be chosen from")
+        if self.expert_dim < 1:
+            raise ValueError(f"expert_dim {self.expert_dim} must be at least 1")
+        if not layers or min(layers) < 0 or len({*layers}) < len(layers):
+            raise ValueError(f"layers {layers}: name each layer with experts once, from 0; there must be one")
+        if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
+            raise ValueError(f"shared_dim {self.shared_dim} must be at least 0, and more for a shared_gate")
 
 
 @dataclass(frozen=True)

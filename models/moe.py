@@ -76,7 +76,9 @@ def add_shared(w: dict, x_TE: Array, h_TE: Array, ops: Any) -> Array:
 
 
 def with_experts(model: ModelSpec, name: str, mixture: Mixture) -> ModelSpec:
-    """A model of the Llama family with experts in the layers that the mixture names."""
+    """A model of the Llama family with experts in the layers that the mixture names. ValueError if it lacks one."""
+    if (last := max(mixture.layers)) >= (count := len(model.attention)):
+        raise ValueError(f"layer {last} of the mixture: the model has {count} layers, 0 to {count - 1}")
     embed_dim = model.weights["embed"].shape[1]
     weights, names = list(model.weights["layers"]), list(model.checkpoint["layers"])
     for n in mixture.layers:
@@ -142,12 +144,12 @@ def mixture_from_hf(hf: Mapping[str, Any], expert_dim: str, layers: tuple[int, .
     for name in (experts, "num_experts_per_tok", expert_dim):
         if not isinstance(hf.get(name), int) or hf[name] < 1:
             raise ValueError(f"the model's config has {name} {hf.get(name)!r}: it must be a whole number of at least 1")
-    if hf["num_experts_per_tok"] > hf[experts]:
-        raise ValueError(f"num_experts_per_tok {hf['num_experts_per_tok']} is more than {experts} {hf[experts]}")
     return Mixture(hf[experts], hf[expert_dim], layers, Routing(hf["num_experts_per_tok"], **routing))
 
 
 def sparse_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Which layers of a Qwen config have experts: every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    if not isinstance(step, int) or step < 1:
+        raise ValueError(f"decoder_sparse_step {step!r} must be a whole number of at least 1")
     return tuple(n for n in range(hf["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tiny_moe
 
-from octavo.models.interface import ArraySpec, CacheGroup, leaves, map_tree
+from octavo.models import qwen3_moe
+from octavo.models.interface import ArraySpec, CacheGroup, Mixture, Routing, leaves, map_tree
 from octavo.models.registry import ARCHITECTURES, spec_from_hf
 
 HF = {
@@ -85,6 +87,8 @@ def test_every_query_head_has_its_own_kv_head_where_a_config_says_nothing():
         ("Qwen2ForCausalLM", {"layer_types": ["linear_attention"] * 4}, NotImplementedError, "linear_attention"),
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 3}, ValueError, "names 3 layers, .* is 4"),
         ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, ValueError, "sliding_window is None"),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step 0"),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 9}, ValueError, "num_chosen 9 of 8 experts"),
         ("LlamaForCausalLM", {"num_attention_heads": 3}, ValueError, "num_heads 3 is not divisible by num_kv_heads 2"),
     ],
 )
@@ -97,3 +101,30 @@ def test_what_does_not_work_is_named(architecture, changes, error, message):
 def test_a_mixture_without_its_sizes_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{'num_local_experts' if name == 'num_experts' else name} None"):
         _spec("Qwen3MoeForCausalLM", **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_chosen": 0}, "num_chosen 0 must be at least 1"),
+        ({"num_chosen": 9}, "num_chosen 9 of 8 experts: at most 8"),
+        ({"num_chosen": 5, "num_groups": 4, "num_top_groups": 2}, "num_chosen 5 of 8 experts: at most 4"),
+        ({"num_groups": 3}, "num_experts 8 must be at least 1, in 3 equal groups"),
+        ({"num_groups": 2, "num_top_groups": 3}, "num_top_groups 3 must be from 1 to num_groups 2"),
+        ({"num_groups": 4, "group_best": 3}, "group_best 3 of 8 experts: at most 2"),
+        ({"scoring": "relu"}, "scoring 'relu' is neither"),
+        ({"num_experts": 0}, "num_experts 0 must be at least 1"),
+        ({"expert_dim": 0}, "expert_dim 0 must be at least 1"),
+        ({"layers": ()}, r"layers \(\): name each"),
+        ({"layers": (-1,)}, r"layers \(-1,\): name each"),
+        ({"layers": (1, 1)}, r"layers \(1, 1\): name each"),
+        ({"layers": (0, 4)}, "layer 4 of the mixture: the model has 4 layers, 0 to 3"),
+        ({"shared_gate": True}, "shared_dim 0 must be"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(values, message):
+    own = ("num_experts", "expert_dim", "layers", "shared_dim", "shared_gate")
+    routing = {"num_chosen": 2} | {k: v for k, v in values.items() if k not in own}
+    given = {"num_experts": 8, "expert_dim": 24, "layers": (0,)} | {k: v for k, v in values.items() if k in own}
+    with pytest.raises(ValueError, match=message):
+        qwen3_moe.spec(tiny_moe.CONFIG, Mixture(**given, routing=Routing(**routing)))
