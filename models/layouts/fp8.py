@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..interface import Array, AttentionSpec, LayerCache, Step
 from .narrow import LARGEST
@@ -15,6 +15,7 @@ class Fp8(TokenMajor):
     """e4m3 as it comes, as vLLM has it by default: what is beyond 448 becomes 448."""
 
     dtype: str | None = "float8_e4m3fn"
+    dtypes: ClassVar[tuple[str | None, ...]] = ("float8_e4m3fn",)
 
     def attention(
         self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec

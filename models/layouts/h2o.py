@@ -22,6 +22,7 @@ class H2O(Evicting):
     sections: int | None = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "recent", self.recent or max(1, self.budget // 2))
         keeps = self.keeps
         most = self.budget - max(1, keeps.section or 0)

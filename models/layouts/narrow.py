@@ -16,6 +16,7 @@ class Int8(TokenMajor):
     """Integers of 8 bits, and a float32 scale for each token and head, by which attention multiplies them."""
 
     dtype: str | None = "int8"
+    dtypes: ClassVar[tuple[str | None, ...]] = ("int8",)
     largest: ClassVar[float] = 127.0
 
     def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
@@ -49,6 +50,7 @@ class Fp8PerTokenHead(Int8):
     """Floats of 8 bits (e4m3) with such a scale: small numbers keep their digits, large ones have but three bits."""
 
     dtype: str | None = "float8_e4m3fn"
+    dtypes: ClassVar[tuple[str | None, ...]] = ("float8_e4m3fn",)
     largest: ClassVar[float] = LARGEST
 
     def rounded(self, xp: Any, x: Array) -> Array:

@@ -15,7 +15,13 @@ class TokenMajor:
     block_size: int = 16
     dtype: str | None = None
     order: ClassVar[str] = "n p k d"
+    dtypes: ClassVar[tuple[str | None, ...]] = ("float32", "bfloat16", "float16", None)  # that `dtype` may be
     gathers: ClassVar[bool] = False  # True: ops.attention does not read it, and each column of a block table costs
+
+    def __post_init__(self) -> None:
+        if self.dtype not in self.dtypes:
+            known = " or ".join(", ".join(map(str, self.dtypes)).rsplit(", ", 1))
+            raise ValueError(f"dtype {self.dtype!r} of {type(self).__name__}: {known} is right")
 
     def spec(self, attention: AttentionSpec, num_blocks: int) -> dict[str, ArraySpec]:
         """One array for keys and one for values."""

@@ -21,6 +21,7 @@ class SnapKV(Evicting):
     pool: int = 5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.recent < self.budget:
             raise ValueError(f"recent {self.recent} must be at least 1, and less than the budget of {self.budget}")
         if self.pool < 1 or self.pool % 2 == 0:

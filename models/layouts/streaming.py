@@ -25,8 +25,9 @@ class StreamingLLM(TokenMajor):
     gathers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        # it checks them
-        assert self.keeps
+        super().__post_init__()
+        # it checks them, under python -O too
+        Keeps(window=self.window, sinks=self.sinks)
 
     @property
     def keeps(self) -> Keeps:

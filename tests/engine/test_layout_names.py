@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from octavo.engine.config import engine_config
@@ -57,6 +60,15 @@ def test_a_layout_from_a_file(mine):
         ("streaming_llm:sinks=1.5", "sinks 1.5 is not of type int"),
         ("streaming_llm:window=NaN", "window nan is not of type int"),
         ("h2o:budget=24,budget=32", "'budget' is given twice"),
+        ('token_major:dtype="float99"', "dtype 'float99' of TokenMajor: float32, bfloat16, float16 or None is right"),
+        ('token_major:dtype="int8"', "dtype 'int8' of TokenMajor"),
+        ('head_major:dtype="float64"', "dtype 'float64' of HeadMajor"),
+        ('streaming_llm:dtype="x"', "dtype 'x' of StreamingLLM"),
+        ('h2o:dtype="x"', "dtype 'x' of H2O"),
+        ('snapkv:dtype="x"', "dtype 'x' of SnapKV"),
+        ('int8:dtype="uint8"', "dtype 'uint8' of Int8: int8 is right"),
+        ('fp8:dtype="int8"', "dtype 'int8' of Fp8: float8_e4m3fn is right"),
+        ("fp8_per_token_head:dtype=null", "dtype None of Fp8PerTokenHead: float8_e4m3fn is right"),
     ],
 )
 def test_a_wrong_text_is_refused(text, message):
@@ -69,3 +81,9 @@ def test_a_class_that_is_no_layout_is_refused(mine):
         layout_from(f"{mine}:Bare", 8)
     with pytest.raises(ValueError, match="field of layout"):
         layout_from(f"{mine}:made:size=3", 8)
+
+
+def test_a_wrong_window_is_refused_without_asserts_too():
+    code = "from octavo.models.layouts import StreamingLLM; StreamingLLM(window=0)"
+    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "ValueError: window 0 must be at least 1 token" in ran.stderr
