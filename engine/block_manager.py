@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..models.keeps import Keeps
+from ..models.keeps import ALL, Keeps, by_window
 from .block_pool import ROOT, BlockPool, digests_of
 from .plan import TableWrite
 from .request import Request
-
-ALL = Keeps()
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class BlockManager:
         self.windows, self.num_blocks, self.block_size = tuple(windows), tuple(num_blocks), block_size
         self.caching, self.max_num_batched_tokens = enable_prefix_caching, max_num_batched_tokens
         self.layout_keeps = keeps
-        self.keeps = [keeps if w is None else Keeps(window=w) for w in windows]
+        self.keeps = by_window(keeps, windows)
         self.sinks = [self.ceil(k.sinks) for k in self.keeps]  # blocks
         self.forgets = any(k != ALL for k in self.keeps)
         # where the device chooses what stays, chunks end at cuts, and no block is another request's
@@ -108,12 +106,11 @@ class BlockManager:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def peak(self, group: int, tokens: int, prompt: int | None = None) -> int:
-        """The most blocks a sequence of this length holds at once. `prompt` are its prompt's; None: the worst, all."""
-        read = tokens if prompt is None else prompt
-        return peak_blocks(self.keeps[group], tokens, read, self.block_size, self.max_num_batched_tokens)
+    def peak(self, group: int, tokens: int, prompt: int) -> int:
+        """The most blocks a sequence of this length, of which `prompt` tokens are its prompt's, holds at once."""
+        return peak_blocks(self.keeps[group], tokens, prompt, self.block_size, self.max_num_batched_tokens)
 
-    def too_small(self, tokens: int, prompt: int | None = None) -> int | None:
+    def too_small(self, tokens: int, prompt: int) -> int | None:
         """The first group whose whole pool cannot hold a sequence of this length; None if all can."""
         groups = range(len(self.pools))
         return next((g for g in groups if self.peak(g, tokens, prompt) > self.num_blocks[g] - 1), None)
@@ -314,7 +311,7 @@ class BlockManager:
     def load(value: dict[str, Any]) -> BlockManager:
         """The manager that was dumped."""
         made_of: dict[str, Any] = {name: v for name, v in value.items() if name not in ("pools", "keeps")}
-        blocks = BlockManager(**made_of, keeps=Keeps(**value.get("keeps", {})))
+        blocks = BlockManager(**made_of, keeps=Keeps(**value["keeps"]))
         for pool, v in zip(blocks.pools, value["pools"]):
             pool.restore(v)
         return blocks

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves, row_specs_of
-from ..models.keeps import Keeps, keeps_of
+from ..models.keeps import by_window, keeps_of
 from ..models.sampling import row_specs
 from .arguments import GIB
 from .batch import READ_TILE
@@ -142,9 +142,9 @@ class Planner:
         return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs.values())
 
     def blocks(self, length: int) -> list[int]:
-        """The most blocks that a sequence of this length holds, in each group (as BlockManager.peak)."""
+        """The most blocks that a sequence of this length holds, all of it prompt, in each group."""
         size, budget, keeps = self.config.block_size, self.config.max_num_batched_tokens, keeps_of(self.config.layout)
-        groups = [keeps if g.window is None else Keeps(window=g.window) for g in self.model.groups]
+        groups = by_window(keeps, (g.window for g in self.model.groups))
         return [peak_blocks(k, length, length, size, budget) for k in groups]
 
     def bytes_of(self, blocks: Iterable[int]) -> int:

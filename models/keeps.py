@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class Keeps:
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ValueError(f"sinks {self.sinks} must be at least 0, and need a window")
         if self.budget is None:
+            if self.section is not None:
+                raise ValueError(f"section {self.section} must divide the budget of tokens, and there is none")
             return
         if self.budget < 1 or self.window is not None:
             raise ValueError(f"budget {self.budget} must be at least 1 token, and goes with no window")
@@ -81,6 +84,14 @@ class Keeps:
         return 1 if self.rolling else None
 
 
+ALL = Keeps()
+
+
 def keeps_of(layout: Any) -> Keeps:
     """What a layout keeps in layers without a window of their own."""
-    return getattr(layout, "keeps", Keeps())
+    return getattr(layout, "keeps", ALL)
+
+
+def by_window(keeps: Keeps, windows: Iterable[int | None]) -> list[Keeps]:
+    """What cache groups of these windows keep under such a layout: a window of their own goes before what it keeps."""
+    return [keeps if window is None else Keeps(window=window) for window in windows]

@@ -312,7 +312,8 @@ def check_state(s: Scheduler) -> None:
         assert all(pool.duplicates.values())
         for r in s.running:
             assert len(r.blocks[group]) == len(r.blocks[0]) >= s.blocks.ceil(r.computed)
-            assert sum(1 for b in r.blocks[group] if b) <= s.blocks.peak(group, len(r.blocks[0]) * s.blocks.block_size)
+            longest = len(r.blocks[0]) * s.blocks.block_size
+            assert sum(1 for b in r.blocks[group] if b) <= s.blocks.peak(group, longest, longest)
 
 
 def check_plan(s: Scheduler, plan: Plan, queue: list[Request], running: list[Request]) -> None:

@@ -213,7 +213,7 @@ def test_window_group_never_holds_more_than_its_peak():
         r.computed += 5
         most = max(most, sum(map(bool, r.blocks[0])))
     # ceil((6 + 5) / 4) + 1
-    assert most <= blocks.peak(0, 60) == 4
+    assert most <= blocks.peak(0, 60, 60) == 4
     assert most >= 3
 
 

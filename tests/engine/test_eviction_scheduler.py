@@ -235,6 +235,8 @@ def test_the_most_is_the_greatest_of_all_times(keeps):
     [
         ({"window": 0}, "window 0 must be"),
         ({"sinks": 3}, "sinks 3 must be"),
+        ({"section": 4}, "section 4 must divide the budget"),
+        ({"window": 8, "section": 4}, "section 4 must divide the budget"),
         ({"budget": 0}, "budget 0 must be"),
         ({"budget": 8, "window": 4}, "budget 8 must be"),
         ({"budget": 8, "section": 3}, "section 3 must divide"),
@@ -244,3 +246,11 @@ def test_the_most_is_the_greatest_of_all_times(keeps):
 def test_what_cannot_be_kept_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         Keeps(**values)
+
+
+def test_a_dump_without_what_the_layout_keeps_is_no_dump():
+    value = make(Keeps(budget=16, section=8)).blocks.dump()
+    assert BlockManager.load(value).dump() == value
+    del value["keeps"]
+    with pytest.raises(KeyError, match="keeps"):
+        BlockManager.load(value)

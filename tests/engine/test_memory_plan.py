@@ -107,8 +107,8 @@ def test_a_length_that_fits_is_not_lowered():
 def test_a_request_holds_what_the_block_manager_says(length, budget):
     plan = _plan(MIXED, num_gpu_blocks_override=200, max_model_len=length, max_num_batched_tokens=budget)
     manager = BlockManager([None, 8], list(plan.num_blocks), 16, True, budget)
-    assert [g.blocks_a_request for g in plan.groups] == [manager.peak(g, length) for g in (0, 1)]
-    assert manager.too_small(length) is None
+    assert [g.blocks_a_request for g in plan.groups] == [manager.peak(g, length, length) for g in (0, 1)]
+    assert manager.too_small(length, length) is None
 
 
 @pytest.mark.parametrize("size", [38, 50, 333, 10**4])
