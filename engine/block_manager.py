@@ -83,7 +83,7 @@ class BlockManager:
         self.layout_keeps = keeps
         self.keeps = by_window(keeps, windows)
         self.sinks = [self.ceil(k.sinks) for k in self.keeps]  # blocks
-        self.forgets = any(k != ALL for k in self.keeps)
+        self.forgets = any(k.window or k.budget for k in self.keeps)
         # where the device chooses what stays, chunks end at cuts, and no block is another request's
         self.cuts = keeps if any(k.budget for k in self.keeps) else None
         if self.cuts and enable_prefix_caching:

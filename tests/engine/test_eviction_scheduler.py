@@ -254,3 +254,9 @@ def test_a_dump_without_what_the_layout_keeps_is_no_dump():
     del value["keeps"]
     with pytest.raises(KeyError, match="keeps"):
         BlockManager.load(value)
+
+
+@pytest.mark.parametrize("keeps", [*KEEPS, Keeps(), Keeps(forks=False), Keeps(window=8)])
+def test_only_who_lets_blocks_go_is_asked_to_each_step(keeps):
+    assert make(keeps).blocks.forgets == (keeps.budget is not None or keeps.window is not None)
+    assert make(keeps, windows=(6,)).blocks.forgets
