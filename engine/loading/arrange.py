@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from einops import EinopsError, rearrange, repeat
@@ -21,6 +23,68 @@ BLOCK = 1 << 16
 THREADS = os.cpu_count() or 1
 
 
+class Place(NamedTuple):
+    """Where parts go: `out` is the window of an array of that shape."""
+
+    out: np.ndarray
+    shape: tuple[int, ...]
+    window: tuple[slice, ...]
+
+    def part(self, axis: int, at: int, size: int) -> Place:
+        """So much of the array from `at` on along an axis. `out` is empty if the window has nothing of it."""
+        own = self.window[axis]
+        first = max(at, own.start)
+        last = max(first, min(at + size, own.stop))
+        return Place(
+            self.out[(slice(None),) * axis + (slice(first - own.start, last - own.start),)],
+            (*self.shape[:axis], size, *self.shape[axis + 1 :]),
+            (*self.window[:axis], slice(first - at, last - at), *self.window[axis + 1 :]),
+        )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Writes the tensors of a source where a weight wants them. `sizes` tells letters of the patterns."""
+
+    source: TensorSource
+    sizes: Mapping[str, int]
+    path: str  # of the weight, for errors
+
+    def write(self, fuse: Fuse, place: Place) -> int:
+        """Writes the parts side by side; returns how much of the axis they fill.
+
+        A part that is fused itself fills what is left of the axis evenly with those behind it.
+        """
+        axis, shape, at = fuse.axis, place.shape, 0
+        fused: list[tuple[Fuse, Place]] = []
+        for i, part in enumerate(fuse.parts):
+            if isinstance(part, Part):
+                x = fit(self.source.get(part.name), part, self.sizes)
+                own = place.part(axis, at, x.shape[axis])
+                if x.shape != own.shape or at + x.shape[axis] > shape[axis]:
+                    raise ValueError(
+                        f"{part.name} gives {x.shape} at {at} of axis {axis}: {self.path} has shape {shape}"
+                    )
+                copy_into(own.out, x[own.window])
+            else:
+                own = place.part(axis, at, (shape[axis] - at) // (len(fuse.parts) - i))
+                if part is None:
+                    own.out[...] = 0
+                elif own.out.size:
+                    fused.append((part, own))
+            at += own.shape[axis]
+        # experts: there may be hundreds of them, and copying is what takes its time
+        with ThreadPoolExecutor(min(THREADS, len(fused)) or 1) as pool:
+            for done in [pool.submit(self.fill, *one) for one in fused]:
+                done.result()
+        return at
+
+    def fill(self, fuse: Fuse, place: Place) -> None:
+        """The same for parts that must fill the axis. Raises ValueError naming those that do not."""
+        if self.write(fuse, place) != place.shape[fuse.axis]:
+            raise ValueError(f"{', '.join(names_of(fuse))} do not fill {place.shape} of {self.path}")
+
+
 def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int], window: tuple[slice, ...] = ()) -> np.ndarray:
     """A fresh array: the parts of leaf.source side by side along its axis, in the leaf's dtype.
 
@@ -29,66 +93,13 @@ def arrange(leaf: Leaf, source: TensorSource, sizes: Mapping[str, int], window: 
     """
     fuse, shape = leaf.source, leaf.spec.shape
     assert isinstance(fuse, Fuse), f"{leaf.path} is a value, not made of tensors"
-    window = window or tuple(slice(0, n) for n in shape)
-    out = empty(tuple(at.stop - at.start for at in window), leaf.dtype)
-    filled = place_parts(out, shape, window, fuse, leaf.path, source, sizes)
-    own, axis = window[fuse.axis], fuse.axis
+    window, axis = window or tuple(slice(0, n) for n in shape), fuse.axis
+    place = Place(empty(tuple(at.stop - at.start for at in window), leaf.dtype), shape, window)
+    filled = Reader(source, sizes, leaf.path).write(fuse, place)
     if filled != shape[axis] and leaf.spec.axes[axis] not in PADDED:
         raise ValueError(f"{', '.join(leaf.names)} fill {filled} of axis {axis}: {leaf.path} has shape {shape}")
-    out[(slice(None),) * axis + (slice(max(0, filled - own.start), None),)] = 0
-    return out
-
-
-def place_parts(
-    out: np.ndarray,
-    shape: tuple[int, ...],
-    window: tuple[slice, ...],
-    fuse: Fuse,
-    path: str,
-    source: TensorSource,
-    sizes: Mapping[str, int],
-) -> int:
-    """Writes the parts side by side into `out`, the window of an array of that shape; returns how much of the axis they
-    fill. A part that is fused itself fills what is left of the axis evenly with those behind it.
-    """
-    axis, at, own = fuse.axis, 0, window[fuse.axis]
-    fused: list[tuple[np.ndarray, tuple[int, ...], tuple[slice, ...], Fuse]] = []
-    for i, part in enumerate(fuse.parts):
-        x = fit(source.get(part.name), part, sizes) if isinstance(part, Part) else None
-        size = x.shape[axis] if x is not None else (shape[axis] - at) // (len(fuse.parts) - i)
-        whole = (*shape[:axis], size, *shape[axis + 1 :])
-        if x is not None and (x.shape != whole or at + size > shape[axis]):
-            raise ValueError(f"{names_of(part)[0]} gives {x.shape} at {at} of axis {axis}: {path} has shape {shape}")
-        first, last = max(at, own.start), min(at + size, own.stop)
-        if first < last:
-            place = out[(slice(None),) * axis + (slice(first - own.start, last - own.start),)]
-            inner = (*window[:axis], slice(first - at, last - at), *window[axis + 1 :])
-            if x is not None:
-                copy_into(place, x[inner])
-            elif not isinstance(part, Fuse):
-                place[...] = 0
-            else:
-                fused.append((place, whole, inner, part))
-        at += size
-    # experts: there may be hundreds of them, and copying is what takes its time
-    with ThreadPoolExecutor(min(THREADS, len(fused)) or 1) as pool:
-        for done in [pool.submit(fill, *one, path, source, sizes) for one in fused]:
-            done.result()
-    return at
-
-
-def fill(
-    place: np.ndarray,
-    shape: tuple[int, ...],
-    window: tuple[slice, ...],
-    fuse: Fuse,
-    path: str,
-    source: TensorSource,
-    sizes: Mapping[str, int],
-) -> None:
-    """Fills all of `place`, or raises ValueError naming what does not."""
-    if place_parts(place, shape, window, fuse, path, source, sizes) != shape[fuse.axis]:
-        raise ValueError(f"{', '.join(names_of(fuse))} do not fill {shape} of {path}")
+    place.part(axis, filled, shape[axis] - filled).out[...] = 0
+    return place.out
 
 
 def fit(x: np.ndarray, part: Part, sizes: Mapping[str, int]) -> np.ndarray:
