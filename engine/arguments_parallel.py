@@ -14,7 +14,13 @@ def sharding_rules(name: str, value: Any) -> ShardingRules:
     """Rules, or a mapping that becomes some."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} {value!r} is not a ShardingRules, nor a dict from logical axis to mesh axis")
-    return value if isinstance(value, ShardingRules) else ShardingRules(dict(value))
+    if isinstance(value, ShardingRules):
+        return value
+    for axis, names in value.items():
+        if not isinstance(names, str | list | tuple | None):
+            raise ValueError(f"{name}: {axis!r} goes to {names!r}: a mesh axis, several or None is right")
+    # as JSON says several
+    return ShardingRules({axis: tuple(names) if isinstance(names, list) else names for axis, names in value.items()})
 
 
 def executor(name: str, value: Any) -> str:

@@ -9,12 +9,14 @@ import pytest
 
 from octavo.engine import backend as backends
 from octavo.engine.arguments import ALIASES, BLOCK_SIZES, HINTS, LATER, WORKING
+from octavo.engine.arguments_parallel import PARALLELISM
 from octavo.engine.build import build
 from octavo.engine.checks import UnknownArgumentError
 from octavo.engine.config import EngineConfig, engine_config
 from octavo.engine.config_docs import markdown
 from octavo.models import llama
 from octavo.models.layouts.paged import HeadMajor, TokenMajor
+from octavo.sharding.rules import ShardingRules
 
 SPEC = llama.spec(llama.LlamaConfig(97, 32, 64, 4, 4, 2, 8, 2048, windows=(None, 8, None, 8)))
 
@@ -372,3 +374,20 @@ def test_a_placement_of_experts_that_nobody_shares_is_refused():
     assert engine_config("m", enable_expert_parallel=True, **turns).expert_placement_strategy == "round_robin"
     rules = {"experts": "tp"}
     assert engine_config("m", tensor_parallel_size=2, sharding_rules=rules, **turns).deals_experts
+
+
+def test_sharding_rules_may_be_a_mapping_and_nothing_else():
+    found = engine_config("m", tensor_parallel_size=2, sharding_rules={"mlp": ["tp"], "vocab": None}).rules
+    assert isinstance(found, ShardingRules) and dict(found) == {"mlp": ("tp",), "vocab": None}
+    with pytest.raises(ValueError, match="sharding_rules 'mlp' is not a ShardingRules, nor a dict"):
+        engine_config("m", sharding_rules="mlp")
+    with pytest.raises(ValueError, match="sharding_rules: 'mlp' goes to 2: a mesh axis, several or None is right"):
+        engine_config("m", sharding_rules={"mlp": 2})
+
+
+@pytest.mark.parametrize("name", [a.name for a in PARALLELISM if a.kind == "int"])
+def test_sizes_and_intervals_have_a_least_value(name):
+    least = 0 if name == "state_check_interval" else 1
+    assert getattr(engine_config("m", **{name: least}), name) == least
+    with pytest.raises(ValueError, match=f"{name} {least - 1} "):
+        engine_config("m", **{name: least - 1})
