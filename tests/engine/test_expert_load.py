@@ -48,6 +48,7 @@ def test_a_model_without_experts_has_none_to_show() -> None:
 def test_metrics_count_every_token_of_every_expert_once(backend: str) -> None:
     """Prompts and outputs alike; padding counts nowhere. The last token of an output goes through no layer."""
     llm = tiny_moe.engine(backend=backend, expert_load_metrics=True, disable_log_stats=False, async_scheduling=False)
+    assert [m.value for m in llm.get_metrics() if "expert" in m.name] == [0.0] * 8 + [1.0] * len(LAYERS)
     prompts = PROMPTS[:2]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     want: dict[int, Counter[int]] = {n: Counter() for n in LAYERS}
