@@ -98,6 +98,23 @@ def run(module: str, function: str, fds: str) -> None:
     getattr(importlib.import_module(module), function)(commands, results)
 
 
+def pickled(message: Any, where: str) -> bytes:
+    """What is to be sent to `where`, another process. Raises ValueError for what cannot be sent."""
+    try:
+        return pickle.dumps(message, protocol=5)
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        raise ValueError(f"this cannot be sent to {where}: {error}") from error
+
+
+def unpickled(data: bytes, where: str) -> Any:
+    """What another process sent to `where`, this one. Raises ValueError for what cannot be read here."""
+    with Caught() as caught:
+        return pickle.loads(data)
+    raise ValueError(
+        f"this cannot be read in {where}: {caught.error}. Classes and functions of the script itself belong in a module"
+    )
+
+
 def portable(error: BaseException) -> BaseException:
     """The error as it can be sent to another process, with its traceback as a note if it is none of a user's.
 

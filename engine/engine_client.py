@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from .child import GONE, Child
+from .child import GONE, Child, pickled
 from .errors import EngineDeadError
 from .messages import Answer, Ask, Command, Ended, Failed, News, Ready, Start
 from .outputs import RequestOutput
@@ -139,7 +139,4 @@ class EngineClient:
 
 def _pickled(message: Start | Command) -> bytes:
     """The message, and around it whose it is: it may be that it cannot be read over there."""
-    try:
-        return pickle.dumps((getattr(message, "number", None), pickle.dumps(message)))
-    except (pickle.PickleError, TypeError, AttributeError) as error:
-        raise ValueError(f"this cannot be sent to the engine's process: {error}") from error
+    return pickle.dumps((getattr(message, "number", None), pickled(message, "the engine's process")))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .child import GONE, Caught, portable
+from .child import GONE, Caught, portable, unpickled
 from .errors import RequestFailedError
 from .llm import LLM
 from .messages import QUESTIONS, Abort, Add, Answer, Ask, Command, Ended, Failed, News, Ready, Report, Start
@@ -48,12 +47,9 @@ def _received(commands: Connection) -> Any:
     """The next message; or if it cannot be read here, what is to be answered."""
     number, data = commands.recv()
     with Caught() as caught:
-        return pickle.loads(data)
-    error = ValueError(
-        f"this cannot be read in the engine's process: {caught.error}. Classes and functions of the script itself "
-        "belong in a module"
-    )
-    return Failed(error) if number is None else Ended(number, error)
+        return unpickled(data, "the engine's process")
+    assert caught.error
+    return Failed(caught.error) if number is None else Ended(number, caught.error)
 
 
 def _listen(commands: Connection, inbox: SimpleQueue[Command | Ended]) -> None:

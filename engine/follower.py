@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from .child import GONE, Caught, portable
+from .child import GONE, Caught, portable, unpickled
 from .lead_runner import StateDigest
 from .runner import Hidden, Runner
 from .team import (
@@ -38,7 +38,7 @@ class Leader:
 
     def __init__(self, commands: Connection, results: Connection):
         self.results = results
-        self.inbox: SimpleQueue[bytes] = SimpleQueue()
+        self.inbox: SimpleQueue[tuple[Any, bytes]] = SimpleQueue()
         threading.Thread(target=_listen, args=(commands, self.inbox), name="octavo-rank-0", daemon=True).start()
 
     def receive(self, kind: type | None = None) -> Any:
@@ -46,8 +46,10 @@ class Leader:
         return self.receive_bytes(kind)[0]
 
     def receive_bytes(self, kind: type | None = None) -> tuple[Any, bytes]:
-        data = self.inbox.get()
-        command = pickle.loads(data)
+        """The next command, and as it came. Raises ValueError for one that cannot be read here."""
+        command, data = self.inbox.get()
+        if isinstance(command, ValueError):
+            raise command
         if isinstance(command, Bye):
             raise SystemExit(0)
         assert kind is None or isinstance(command, kind), f"{command} is no {kind}"
@@ -66,12 +68,20 @@ class Leader:
         self.receive(Load)
 
 
-def _listen(commands: Connection, inbox: SimpleQueue[bytes]) -> None:
+def _received(data: bytes) -> tuple[Any, bytes]:
+    """A command, or why it cannot be read here; and as it came."""
+    try:
+        return unpickled(data, "the process of another rank"), data
+    except ValueError as error:
+        return error, data
+
+
+def _listen(commands: Connection, inbox: SimpleQueue[tuple[Any, bytes]]) -> None:
     """Passes commands on. Ends the process where rank 0 ended without a word: a collective may be waiting for it."""
     try:
         while True:
-            inbox.put(data := commands.recv_bytes())
-            if isinstance(pickle.loads(data), Bye):
+            inbox.put(received := _received(commands.recv_bytes()))
+            if isinstance(received[0], Bye):
                 return
     except GONE:
         log.error("rank 0 is gone")
@@ -81,15 +91,14 @@ def _listen(commands: Connection, inbox: SimpleQueue[bytes]) -> None:
 def serve(commands: Connection, results: Connection) -> None:
     """The life of a process that rank 0 started."""
     leader = Leader(commands, results)
-    join: Join = leader.receive(Join)
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s rank {join.rank}: %(message)s")
-    log.setLevel(join.log_level)
-    from .world import World
-
-    backend = join.config.backend
     with Caught() as caught:
+        join: Join = leader.receive(Join)
+        logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s rank {join.rank}: %(message)s")
+        log.setLevel(join.log_level)
         from .build import build_device
+        from .world import World
 
+        backend = join.config.backend
         world = World.of_child(join, leader)
         runner = build_device(join.config, join.weights, world=world).runner
         del join
@@ -112,10 +121,19 @@ def follow(leader: Leader, runner: Runner) -> None:
     state, hidden = StateDigest(runner.backend), Hidden(None, {})
     unread: tuple[int, Any] | None = None
     plan: Any = None
+    failed = False
     while True:
-        command, data = leader.receive_bytes()
+        command: Any = None
         with Caught() as caught:
-            if isinstance(command, Forward):
+            command, data = leader.receive_bytes()
+            if isinstance(command, Reset):
+                runner.reset()
+                state.plans, unread, failed = 0, None, False
+                leader.report(Done(command.number))
+            elif failed:
+                # what was to follow the step that failed
+                continue
+            elif isinstance(command, Forward):
                 state.planned(data)
                 plan = command.plan
                 for name, embeds in command.embeds.items():
@@ -127,26 +145,13 @@ def follow(leader: Leader, runner: Runner) -> None:
                 unread = command.step, state.launch(runner)
             elif isinstance(command, Register):
                 runner.register(command.processor)
-            elif isinstance(command, WarmUp):
-                runner.warm_up()
             else:
-                assert isinstance(command, Reset)
-                runner.reset()
-                state.plans, unread = 0, None
-                leader.report(Done(command.number))
+                assert isinstance(command, WarmUp)
+                runner.warm_up()
         if caught.error is not None:
+            failed, unread = True, None
             leader.report(Failed(portable(caught.error)))
-            _await_reset(leader, runner, state)
         elif unread is not None and not isinstance(command, Check):
             # a command later, so that the device never waits for the host
             leader.report(state.value(*unread))
             unread = None
-
-
-def _await_reset(leader: Leader, runner: Runner, state: StateDigest) -> None:
-    """Passes over what was to follow a step that failed."""
-    while not isinstance(command := leader.receive(), Reset):
-        continue
-    runner.reset()
-    state.plans = 0
-    leader.report(Done(command.number))

@@ -7,7 +7,10 @@ collective that lacks a rank would never end.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..models.logit_edits import LogitsProcessor
-from .child import GONE, Child
+from .child import GONE, Child, pickled
 from .config import EngineConfig
 from .errors import DivergenceError, RankLostError
 from .plan import Plan
@@ -24,6 +27,7 @@ from .prompt_embeds import PromptEmbeds
 
 # seconds that the others have: to answer, after one has failed alone, and to end
 PATIENCE, GRACE, FAREWELL = 30.0, 3.0, 5.0
+OTHERS = "the other ranks' processes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,10 @@ class Peer:
         """Ends it at once, or has it end: it may be waiting for somebody who is gone, and others for it."""
         if self.child is not None:
             self.child.process.kill()
-        else:
-            self.commands.close()
+            return
+        # not closed: a line that `watch` waits for would stay open until it stops waiting
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.commands.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass
@@ -227,9 +233,9 @@ class Team:
         self._finalizer = weakref.finalize(self, dismiss, self.peers, self.mail)
 
     def tell(self, command: Any) -> bytes:
-        """Sends all of them a command; returns it as sent. Raises what check does."""
+        """Sends all of them a command; returns it as sent. Raises what check does; ValueError if it cannot be sent."""
         self.check()
-        data = pickle.dumps(command, protocol=5)
+        data = pickled(command, OTHERS)
         for peer in self.peers:
             try:
                 peer.commands.send_bytes(data)

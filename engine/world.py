@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
-from .child import Child
+from .child import Child, pickled
 from .config import EngineConfig, torchrun_world
 from .follower import Leader
-from .team import Join, Peer, Team
+from .team import OTHERS, Join, Peer, Team
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
         store, meeting = host_store()
     peers = []
     for rank in range(1, size):
+        data = pickled(Join(rank, size, meeting, config, weights, level), OTHERS)
         child = Child(f"{__package__}.follower", "serve")
-        child.commands.send_bytes(pickle.dumps(Join(rank, size, meeting, config, weights, level)))
+        child.commands.send_bytes(data)
         peers.append(Peer(rank, child.commands, child.results, child))
     team = Team(peers)
     if config.backend == "jax":

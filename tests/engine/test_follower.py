@@ -1,0 +1,148 @@
+"""Lines between ranks: how they end, and what a rank other than 0 does and says. No second process."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from copy import copy
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax  # noqa: F401
+import pytest
+from tiny import engine
+
+from octavo.engine.follower import Leader, follow
+from octavo.engine.lead_runner import LeadRunner, uninterrupted
+from octavo.engine.team import Bye, Check, Digest, Done, Failed, Forward, Mail, Peer, Register, Reset, Team, watch
+from octavo.models.logit_edits import LogitsProcessor
+
+PATIENCE = 20.0  # seconds
+
+
+def _launched(count: int) -> tuple[tuple[Peer, ...], list[Connection]]:
+    """Ranks that nobody here started, reached by one line each, and the other ends of those."""
+    lines = [Pipe() for _ in range(count)]
+    return tuple(Peer(i + 1, here, here) for i, (here, _) in enumerate(lines)), [there for _, there in lines]
+
+
+def test_one_that_ends_ends_the_watch_of_all() -> None:
+    peers, (first, second) = _launched(2)
+    mail = Mail(peers)
+    first.close()
+    watch(peers, mail)
+    assert mail.lost == "rank 1 has ended"
+    with pytest.raises(EOFError):
+        second.recv_bytes()
+
+
+def test_launched_ranks_hear_that_the_team_is_lost_while_they_are_watched() -> None:
+    peers, (there,) = _launched(1)
+    mail = Mail(peers)
+    watching = threading.Thread(target=watch, args=(peers, mail), daemon=True)
+    watching.start()
+    # the thread is in its wait once it has taken this in
+    there.send_bytes(pickle.dumps(Done(7)))
+    with mail.news:
+        assert mail.news.wait_for(lambda: mail.done == {1: 7}, PATIENCE)
+    watching.join(0.1)
+    mail.lose("ranks differ")
+    assert there.poll(PATIENCE)
+    with pytest.raises(EOFError):
+        there.recv_bytes()
+    watching.join(PATIENCE)
+    assert not watching.is_alive() and mail.lost == "ranks differ"
+
+
+class Rank:
+    """Follows on a thread, with a real runner; told and heard through pipes as rank 0 would."""
+
+    def __init__(self, runner: Any):
+        theirs_in, self.commands = Pipe(duplex=False)
+        self.results, theirs_out = Pipe(duplex=False)
+        leader = Leader(theirs_in, theirs_out)
+        self.thread = threading.Thread(target=self._follow, args=(leader, runner), daemon=True)
+        self.thread.start()
+
+    def _follow(self, leader: Leader, runner: Any) -> None:
+        # how it leaves its process
+        with contextlib.suppress(SystemExit):
+            follow(leader, runner)
+
+    def tell(self, *commands: Any) -> None:
+        for command in commands:
+            self.commands.send_bytes(pickle.dumps(command))
+
+    def hear(self) -> Any:
+        assert self.results.poll(PATIENCE), "it says nothing"
+        return pickle.loads(self.results.recv_bytes())
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank(engine(backend="jax").runner)
+    assert rank.hear() == Done(0)
+    yield rank
+    rank.tell(Bye())
+    rank.thread.join(PATIENCE)
+    assert not rank.thread.is_alive()
+
+
+FAILS = Forward(None, (), {})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_digest_of_before_a_failed_step_is_never_told(rank: Rank) -> None:
+    rank.tell(Check(3), FAILS, FAILS, Reset(1))
+    assert isinstance(rank.hear(), Failed)
+    # and nothing of the second, which was on its way
+    assert rank.hear() == Done(1)
+    rank.tell(Register(LogitsProcessor("late", unread)), Check(9), Register(LogitsProcessor("later", unread)))
+    told = rank.hear()
+    assert isinstance(told, Digest) and told.step == 9 and told.plans == 0
+
+
+def unread(logits: Any, history: Any, params: Any, ops: Any) -> Any:
+    """A processor that no request asks for."""
+    return logits
+
+
+class Elsewhere:
+    """Reads as something that is not here: a class of rank 0's script."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Bye, "not_here")
+
+
+def test_what_cannot_be_read_is_told_and_the_rank_lives_on(rank: Rank) -> None:
+    rank.tell(Register(Elsewhere()), Reset(1))  # pyright: ignore[reportArgumentType]
+    told = rank.hear()
+    assert isinstance(told, Failed) and isinstance(told.error, ValueError)
+    assert "this cannot be read in the process of another rank" in str(told.error) and "not_here" in str(told.error)
+    assert rank.hear() == Done(1)
+
+
+def test_an_interrupt_waits_until_the_others_have_what_they_need() -> None:
+    done: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("all")
+        assert done == ["all"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_cannot_be_sent_registers_nowhere() -> None:
+    llm = engine(backend="jax")
+    runner = copy(llm.runner)
+    runner.__class__ = LeadRunner
+    vars(runner)["team"] = Team(())
+    processor = LogitsProcessor("local", lambda logits, history, params, ops: logits)
+    with pytest.raises(ValueError, match=r"this cannot be sent to the other ranks' processes: .*lambda"):
+        runner.register(processor)
+    assert runner.processors == ()
