@@ -166,7 +166,7 @@ class JaxBackend:
     def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
         """Where an array of that spec lies."""
         if self.mesh is None:
-            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         from ..sharding.mesh_jax import named_sharding
 
         return named_sharding(spec.axes, self.rules, self.mesh)
@@ -289,12 +289,12 @@ class JaxBackend:
         return map_tree(self.read, tree)
 
     def free_memory(self) -> int | None:
-        """Bytes free on the first GPU; None on a CPU."""
+        """Bytes free on the first GPU of this process; None on a CPU."""
         stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
 
     def total_memory(self) -> int | None:
-        """Bytes that JAX may take of the first GPU; None on a CPU."""
+        """Bytes that JAX may take of the first GPU of this process; None on a CPU."""
         return device_memory()
 
     def num_compiles(self) -> int:

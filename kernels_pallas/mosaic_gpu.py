@@ -40,7 +40,7 @@ def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -
 
 
 def _is_hopper() -> bool:
-    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+    return str(getattr(jax.local_devices()[0], "compute_capability", "")).startswith("9.")
 
 
 def attend(
@@ -85,4 +85,4 @@ def _pairs(plan: Plan, spec: Any) -> mosaic_prefill.Pairs:
 
 def _programs(on_cpu: bool) -> int:
     """Multiprocessors of the GPU. Few in the interpreter, which runs them one after the other."""
-    return 3 if on_cpu else jax.devices()[0].core_count
+    return 3 if on_cpu else jax.local_devices()[0].core_count

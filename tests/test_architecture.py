@@ -18,6 +18,7 @@ TORCH = {"torch", "triton", "array_api_compat"}
 FORBIDDEN = {"transformers", "octavo"}  # tests compare with the first; sources import the second relatively
 MAY_IMPORT_TRANSFORMERS = {"engine/lab/hf_torch.py"}  # it is what is compared with there
 MAY_READ_ENVIRONMENT = {"engine/config.py", "engine/loading/cache_dir.py", "engine/backend_jax.py"}
+MAY_COUNT_ALL_DEVICES = {"sharding/mesh_jax.py"}
 MAX_LINES = 450
 
 
@@ -29,6 +30,7 @@ def violations(root: Path) -> list[str]:
             name, text = path.relative_to(root).as_posix(), path.read_text()
             tree = ast.parse(text, filename=name)
             breaches = [*_import_breaches(name, tree), *_environment_breaches(name, tree), *_except_breaches(tree)]
+            breaches += _device_breaches(name, tree)
             found += [f"{name}:{line}: {what}" for line, what in sorted(breaches)]
             if (lines := text.count("\n")) > MAX_LINES:
                 found.append(f"{name}:{lines}: more than {MAX_LINES} lines")
@@ -81,6 +83,13 @@ def _environment_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]
             used = {alias.name for alias in node.names}
         if isinstance(node, ast.expr | ast.stmt) and used & {"environ", "environb", "getenv", "putenv"}:
             yield node.lineno, f"touches the environment: only in {', '.join(sorted(MAY_READ_ENVIRONMENT))}"
+
+
+def _device_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Of several processes, each must ask its own devices; one that asks the first of all asks another's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.devices" and name not in MAY_COUNT_ALL_DEVICES:
+            yield node.lineno, f"asks for jax.devices: only in {', '.join(MAY_COUNT_ALL_DEVICES)}, else local_devices"
 
 
 def _except_breaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -151,6 +160,11 @@ PLANTED = {
     "transformers": ("engine/a.py", "import transformers", "engine/a.py:1: imports transformers"),
     "os.environ": ("engine/a.py", "import os\nx = os.environ['A']", "engine/a.py:2: touches the environment"),
     "getenv by name": ("models/a.py", "from os import getenv", "models/a.py:1: touches the environment"),
+    "the first of all processes' devices": (
+        "engine/a_jax.py",
+        "import jax\nx = jax.devices()[0]",
+        "engine/a_jax.py:2: asks for jax.devices",
+    ),
     "except Exception": (
         "engine/a.py",
         "try:\n    f()\nexcept Exception:\n    pass",

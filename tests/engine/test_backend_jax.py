@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo.engine.backend_jax import JaxBackend
+from octavo.engine.backend_jax import JaxBackend, device_memory
 from octavo.models.interface import ArraySpec
 
 VECTOR = ArraySpec((4096,), (None,))
@@ -144,3 +144,23 @@ def test_wrong_arguments_are_refused():
         JaxBackend(mesh=jax.make_mesh((1,), ("tp",)))
     with pytest.raises(ValueError, match="'fast' is none of auto, "):
         JaxBackend(attention="fast")
+
+
+class Gpu:
+    """A device as `memory_stats` shows it."""
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 100, "bytes_in_use": 30}
+
+
+def test_a_process_asks_its_own_device_and_not_the_first_of_all(monkeypatch):
+    """In several processes jax.devices() begins with one of another process."""
+    own = jax.devices()[3]
+    monkeypatch.setattr(jax, "local_devices", lambda: [own])
+    assert JaxBackend().sharding(VECTOR).device_set == {own}
+    assert JaxBackend().place(np.ones(4096), VECTOR).devices() == {own}
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    assert device_memory() == 100
+    backend = JaxBackend()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (backend.free_memory(), backend.total_memory()) == (70, 100)
