@@ -78,7 +78,7 @@ $(DEV_NEXT):
 	$(PYTHON_NEXT) -m venv $(NEXT)
 	@echo "installing the JAX half into $(NEXT)"
 	@$(NEXT)/bin/python -m pip install -qq --upgrade pip
-	@$(NEXT)/bin/python -m pip install -qq --editable '.[jax,grammar]' hypothesis psutil pytest pytest-timeout pytest-xdist 'jax>=0.11'
+	@$(NEXT)/bin/python -m pip install -qq --editable '.[jax,grammar,plot]' hypothesis psutil pytest pytest-timeout pytest-xdist 'jax>=0.11'
 	@rm -f $(NEXT)/octavo-dev-* && touch $@
 
 clean:  ## removes what make made
