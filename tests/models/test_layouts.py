@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import layout_suite
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ from tiny import GREEDY, PROMPTS, engine, tokens
 
 from octavo.engine.backend import get_backend
 from octavo.models.interface import ROW
+from octavo.models.keeps import keeps_of
 from octavo.models.layouts import LAYOUTS
 
 EXACT = ("token_major", "head_major", "k_transposed")
@@ -122,3 +125,28 @@ def test_a_layout_by_name_or_by_value_is_the_same() -> None:
 def test_two_block_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size 16 is not the 8 of layout"):
         engine(layout=LAYOUTS["token_major"](8), block_size=16)
+
+
+@pytest.mark.parametrize("name", [n for n, kind in LAYOUTS.items() if keeps_of(kind(8)).budget is None])
+def test_a_sink_takes_its_part_of_the_weights(name: str) -> None:
+    """All of them if its score is far above all others, none if it is far below."""
+
+    class Sunk(LAYOUTS[name]):
+        score = 0.0
+
+        def attention(self, ops: Any, cache: Any, parts: Any, step: Any, spec: Any) -> Any:
+            sinks = parts["q"][0, :, :, 0] * 0 + self.score
+            return super().attention(ops, cache, parts | {"sinks": sinks}, step, spec)
+
+    class Drowned(Sunk):
+        score = 60.0
+
+    class Dry(Sunk):
+        score = -60.0
+
+    plain, dry, drowned = (
+        layout_suite.attended(kind(8), get_backend(BACKENDS[0]), 1.0) for kind in (LAYOUTS[name], Dry, Drowned)
+    )
+    assert np.abs(plain).min() > 0.5
+    np.testing.assert_allclose(dry, plain, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(drowned, 0, rtol=0, atol=1e-6)
