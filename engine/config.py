@@ -103,7 +103,9 @@ class EngineConfig:
     @property
     def rules(self) -> ShardingRules:
         """Which mesh axis shares which logical axis."""
-        return self.sharding_rules or preset(self.mesh_shape, self.enable_expert_parallel)
+        if self.sharding_rules is not None:
+            return self.sharding_rules
+        return preset(self.mesh_shape, self.enable_expert_parallel)
 
     @property
     def num_dealt(self) -> int:

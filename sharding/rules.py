@@ -19,7 +19,9 @@ SIZE_NAMES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp"
 # Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary. An
 # expert's inside is an axis of its own, so that experts can be shared out whole where other mlps are split
 TENSOR = {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
-LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp", "layers", "blocks")
+LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp")
+# axes of arrays, or of lists of them, for which there is no rule that a program could follow
+WHOLE = {"blocks": "each device holds all", "layers": "pipeline_parallel_size shares them"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +73,11 @@ def preset(mesh_shape: Mapping[str, int], expert_parallel: bool = False) -> Shar
 
 
 def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
-    """Raises ValueError for a logical axis that no array has, or a mesh axis that no mesh has."""
+    """Raises ValueError for a logical axis that no array has or that stays whole, or a mesh axis that no mesh has."""
     for axis, names in rules.items():
+        if axis in WHOLE:
+            can = ", ".join(LOGICAL_AXES)
+            raise ValueError(f"sharding_rules: {axis!r} cannot be shared out, {WHOLE[axis]}: {can} can")
         if axis not in LOGICAL_AXES:
             raise ValueError(f"sharding_rules: no array has an axis {axis!r}: {', '.join(LOGICAL_AXES)} there are")
         for name in as_tuple(names):

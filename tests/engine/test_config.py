@@ -385,6 +385,11 @@ def test_sharding_rules_may_be_a_mapping_and_nothing_else():
         engine_config("m", sharding_rules={"mlp": 2})
 
 
+def test_rules_that_share_nothing_are_rules_too():
+    assert dict(engine_config("m", tensor_parallel_size=2, sharding_rules={}).rules) == {}
+    assert engine_config("m", tensor_parallel_size=2).rules["mlp"] == "tp"
+
+
 @pytest.mark.parametrize("name", [a.name for a in PARALLELISM if a.kind == "int"])
 def test_sizes_and_intervals_have_a_least_value(name):
     least = 0 if name == "state_check_interval" else 1

@@ -70,6 +70,8 @@ def test_presets_are_products_of_their_sizes(shape, experts, want):
     ("table", "words"),
     [
         ({"heads": "tp"}, "no array has an axis 'heads': vocab, kv_heads"),
+        ({"blocks": "tp"}, "'blocks' cannot be shared out, each device holds all: vocab, kv_heads"),
+        ({"layers": "pp"}, "'layers' cannot be shared out, pipeline_parallel_size shares them: vocab"),
         ({"mlp": "ep"}, "'mlp' goes to 'ep': mesh axes"),
     ],
     ids=str,
