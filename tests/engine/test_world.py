@@ -1,0 +1,103 @@
+"""Which world a configuration joins, and what it refuses, where processes are there already. Starts none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+from octavo.engine import world, world_jax, world_torch
+from octavo.engine.config import engine_config
+from octavo.engine.team import Team
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Makes this process rank 1 of two that were launched; the worlds that were then met."""
+    met: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(world, "_jax_world", lambda: (1, 2, 0))
+    monkeypatch.setattr(world, "torchrun_world", lambda: (1, 2, 1))
+    monkeypatch.setattr(world, "_launched_world", lambda config, *place: met.append(place))
+    return met
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_what_joins_launched_processes_and_what_stays_alone(backend: str, launched: list[Any]) -> None:
+    def join(**arguments: Any) -> None:
+        assert world.join(engine_config("m", backend=backend, **arguments), None) is None
+
+    # replicas, one a process
+    join()
+    join(distributed_executor_backend="uni")
+    assert launched == []
+    join(tensor_parallel_size=2)
+    join(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    assert launched == [(1, 2, 1 if backend == "torch" else 0)] * 2
+
+
+def test_devices_of_this_process_alone_where_jax_has_several(launched: list[Any]) -> None:
+    config = engine_config("m", backend="jax", tensor_parallel_size=2, distributed_executor_backend="uni")
+    with pytest.raises(ValueError, match="'uni': this is one of 2 processes that jax.distributed joined"):
+        world.join(config, None)
+
+
+@pytest.mark.parametrize(("there", "size"), [(4, 2), (2, 1), (2, 4)])
+def test_all_devices_of_jax_processes_take_part(there: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: there)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(world_jax, "Board", None)
+    config = engine_config("m", backend="jax", tensor_parallel_size=size)
+    with pytest.raises(ValueError, match=f"2 JAX processes have {there} devices, and tensor_parallel_size {size}"):
+        world._launched_world(config, 1, 2, 0)
+
+
+def test_torchrun_must_have_started_a_process_a_device() -> None:
+    config = engine_config("m", backend="torch", tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="2 processes were launched, and tensor_parallel_size 4 needs a process a"):
+        world._launched_world(config, 1, 2, 1)
+
+
+def test_a_launcher_that_is_not_there_is_missed() -> None:
+    config = engine_config("m", backend="jax", tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    with pytest.raises(ValueError, match="start this script with torchrun, or call jax.distributed.initialize first"):
+        world.join(config, None)
+
+
+def test_fewer_gpus_than_processes_are_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 needs as many GPUs, and torch finds 2: use 2 or less"):
+        world_torch.check_devices(4, "auto")
+    world_torch.check_devices(2, "auto")
+    world_torch.check_devices(4, "cpu")
+
+
+def test_what_rank_0_writes_where_torch_meets_is_what_others_read() -> None:
+    store, meeting = world_torch.host_store()
+    world_torch.Board(store).write(bytes(range(256)))
+    assert world_torch.Board(world_torch.client_store(meeting)).read() == bytes(range(256))
+
+
+def test_each_rank_takes_the_gpu_of_its_place_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its collectives are what a lost rank aborts."""
+    taken: list[int] = []
+    reduced: list[Any] = []
+
+    class Mesh:
+        def __init__(self, shape: Any, rank: int, store: Any, device: str):
+            self.shape, self.rank, self.counts = shape, rank, {"warm": 1}
+
+        def all_reduce(self, x: Any, names: tuple[str, ...]) -> None:
+            reduced.append(names)
+
+        def abort(self) -> None: ...
+
+    monkeypatch.setattr(world_torch, "TorchMesh", Mesh)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: device)
+    team = Team(())
+    mesh = world_torch.make_mesh({"dp": 1, "tp": 2}, world.World(5, 8, 1, None, team=team), "cuda")
+    assert (taken, reduced, mesh.counts) == ([1], [("tp",)], {})
+    assert team.mail.abort == mesh.abort
