@@ -107,7 +107,7 @@ def build_device(
         model = with_prompt_embeds(model)
     given, model = model, fit_model(config, model)
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
-    options = _backend_options(config, world)
+    options = backend_options(config, world)
     device = find_platform(config.backend, config.device)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
     backend = backend or get_backend(config.backend, options | {"dtype": config.dtype})
@@ -189,7 +189,7 @@ def host_memory(config: EngineConfig) -> int | None:
     return host and host // config.num_shards
 
 
-def _backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]:
+def backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]:
     """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     options |= {"experts_in_turn": config.deals_experts}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_arguments import engine_arguments, free_word
-from .cli_report import print_error, reporting, show
+from .cli_arguments import TakesEngineArguments, engine_arguments, one_model
+from .cli_report import Debug, Json, ModelToo, Named, print_error, reporting, show
 from .lab.cli import register
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ app.add_typer(models, name="models")
 register(app)
 
 # engine arguments of LLM(...) that no option below names: --max-model-len 2048, --no-enable-prefix-caching ...
-TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 MORE = "Every other argument of LLM(...) is an option too: --max-model-len 2048, --tensor-parallel-size 2 ..."
 
 Model = Annotated[str, typer.Option("--model", "-m", help="An alias, a folder, a .gguf file or a hub id.")]
@@ -50,11 +49,9 @@ TopK = Annotated[int | None, typer.Option(help="Keep this many tokens; 0: all.")
 MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
 
 
-@app.command(context_settings=TAKES_MORE, epilog=MORE)
+@app.command(cls=TakesEngineArguments, epilog=MORE)
 def generate(
     context: typer.Context,
     model: Model = "smollm2",
@@ -117,7 +114,7 @@ def _print_outputs(prompts: list[str], outputs: list[RequestOutput], as_json: bo
             print(f"== {prompt}{number}\n{sample.text.strip()}\n")
 
 
-@app.command(context_settings=TAKES_MORE, epilog=MORE)
+@app.command(cls=TakesEngineArguments, epilog=MORE)
 def chat(
     context: typer.Context,
     model: Model = "smollm2",
@@ -171,7 +168,7 @@ def _lines() -> Iterator[str]:
             return
 
 
-@app.command("run-batch", context_settings=TAKES_MORE, epilog=MORE)
+@app.command("run-batch", cls=TakesEngineArguments, epilog=MORE)
 def run_batch(
     context: typer.Context,
     source: Annotated[str, typer.Option("--input-file", "-i", help="Lines of requests; - is stdin.")],
@@ -223,10 +220,11 @@ def inspect(
         show(catalog.inspect_checkpoint(name), as_json, title=name)
 
 
-@app.command(context_settings=TAKES_MORE, epilog=MORE)
+@app.command(cls=TakesEngineArguments, epilog=MORE)
 def plan(
     context: typer.Context,
-    model: Model = "smollm2",
+    named: Named = None,
+    model: ModelToo = None,
     backend: BackendName = "auto",
     as_json: Json = False,
     debug: Debug = False,
@@ -237,8 +235,8 @@ def plan(
     with reporting(debug):
         from .config import engine_config
 
-        words, name = free_word(context.args)
-        config = engine_config(name or model, backend=backend, **engine_arguments(words))
+        name = one_model(named, model)
+        config = engine_config(name, backend=backend, **engine_arguments(context.args))
         found = _memory_plan(config)
         shown, n = dataclasses.asdict(found), found.max_num_seqs
         shown["collectives"] = [
@@ -247,7 +245,7 @@ def plan(
         ]
         if found.num_devices == 1:
             del shown["stages"], shown["collectives"]
-        show(shown, as_json, title=f"memory plan of {name or model}, bytes on one device")
+        show(shown, as_json, title=f"memory plan of {name}, bytes on one device")
 
 
 def _memory_plan(config: EngineConfig) -> MemoryPlan:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from typer import Context
+from typer.core import TyperCommand
 
 from .arguments import WORKING
 
@@ -36,12 +39,59 @@ def engine_arguments(words: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def free_word(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words without the first that belongs to no option, and that one: a model named as `octavo plan --tp 4 M`."""
-    for i, word in enumerate(words):
-        if not word.startswith("--") and not (i and _takes(words[i - 1], word)):
-            return [*words[:i], *words[i + 1 :]], word
-    return list(words), None
+class TakesEngineArguments(TyperCommand):
+    """A command that also takes engine arguments, wherever among its own words they stand: its context's `args`."""
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes = {name: not getattr(p, "is_flag", False) for p in self.get_params(ctx) for name in _names(p)}
+        own, others = parted(args, takes)
+        super().parse_args(ctx, own)
+        # a stray word in front, where no option would take it for its value
+        ctx.args = [*ctx.args, *others]
+        return ctx.args
+
+
+def parted(words: Sequence[str], takes: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The words of a command's own options and arguments, and those of other options with their values.
+
+    `takes` has the names of its own options, and whether each takes a value.
+    """
+    own: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*own, word, *rest], others
+        if takes.get(word) and rest:
+            own += [word, rest.pop(0)]
+        elif not word.startswith("--") or word.partition("=")[0] in takes:
+            own.append(word)
+        else:
+            others.append(word)
+            if rest and not rest[0].startswith("--") and _takes(word, rest[0]):
+                others.append(rest.pop(0))
+    return own, others
+
+
+def said(context: Context, names: Iterable[str]) -> list[str]:
+    """Those of a command's options that were said, as they are spelled."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [f"--{n.replace('_', '-')}" for n, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def one_model(word: str | None, option: str | None) -> str:
+    """The model that a command names as a word or with --model; of neither smollm2. Raises ValueError for both."""
+    if word is not None and option is not None:
+        raise ValueError(f"two models, {word!r} and --model {option!r}: give one of them")
+    return word or option or "smollm2"
+
+
+def _names(parameter: Any) -> list[str]:
+    """How an option is spelled; of an argument nothing."""
+    return [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]
 
 
 def _takes(option: str, word: str) -> bool:

@@ -6,9 +6,17 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+# a model may be named by a word or an option, where a command is about nothing but a model: cli_arguments.one_model
+Named = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="An alias, a folder, a .gguf file or a hub id; none: smollm2.")
+]
+ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The model, named by an option.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def ranked(name: str, rank: Callable[[Request], Any], evict: Callable[[BlockPool
     def victim(running: dict[Request, None]) -> Request:
         return max(reversed(running), key=rank)
 
-    return Policy(name, partial(RankedQueue, rank), victim, evict)
+    return Policy(name, partial(RankedQueue, rank, name), victim, evict)
 
 
 POLICIES = {"fcfs": Policy("fcfs", FcfsQueue, _last_admitted), "priority": ranked("priority", rank)}

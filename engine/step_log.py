@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .edits import edits_from_json, edits_to_json
+from .json_file import read_text
 from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
 
 FORMAT = 2
@@ -74,7 +75,7 @@ def mask_of(line: Mapping[str, Any]) -> np.ndarray:
 
 def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the other lines of a log. Raises ValueError for a line cut short, and for another format."""
-    lines = Path(path).read_text().splitlines()
+    lines = read_text(Path(path)).splitlines()
     values = [_parsed(line, i, path) for i, line in enumerate(lines, 1)]
     if not values or values[0].get("format") != FORMAT:
         raise ValueError(f"{path} is not a step log of format {FORMAT}: {lines[0][:80] if lines else 'it is empty'}")

@@ -59,8 +59,10 @@ class FcfsQueue:
 class RankedQueue:
     """Smallest rank first. A preempted request goes back to its own place. A rank must not change while it waits."""
 
-    def __init__(self, rank: Callable[[Request], Any] = rank) -> None:
-        self.rank = rank
+    def __init__(self, rank: Callable[[Request], Any] = rank, policy: str = "priority") -> None:
+        self.rank, self.policy = rank, policy
+        # the first there was: all others, also of requests that run now, must have an order with it
+        self.first: list[Any] = []
         # ranks and requests apart, so that only ranks are compared; equal ones keep their order
         self.ranks: list[Any] = []
         self.requests: list[Request] = []
@@ -69,7 +71,18 @@ class RankedQueue:
         return self.requests[0]
 
     def push(self, r: Request) -> None:
-        at = bisect_right(self.ranks, mine := self.rank(r))
+        """Raises ValueError for a request whose rank has no order with the others."""
+        mine = self.rank(r)
+        try:
+            bisect_right(self.first or [mine], mine)
+            at = bisect_right(self.ranks, mine)
+        except TypeError as error:
+            beside = f" beside {self.first[0]!r}" if self.first else ""
+            raise ValueError(
+                f"policy {self.policy!r}: request {r.id!r} has rank {mine!r}, which has no order{beside}: numbers, or "
+                "tuples of them, are right"
+            ) from error
+        self.first = self.first or [mine]
         self.ranks.insert(at, mine)
         self.requests.insert(at, r)
 

@@ -39,7 +39,8 @@ class Forced:
 
     kl: list[float]  # nats, by position
     num_flipped: int  # positions where B's likeliest token is another
-    tokens: tuple[str, str] = ("", "")  # at the first flip of the free runs, A's and B's
+    first_flip: int | None = None  # of the free runs
+    tokens: tuple[str, str] = ("", "")  # there, A's and B's
     gap: float | None = None  # of A's logits between them
 
 
@@ -56,8 +57,9 @@ class Candidate:
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, rounds: int) -> Run:
         """Greedy tokens of each prompt, all prompts at once, and what it takes."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-        if max(max(ids) for ids in prompts) >= self.llm.model.vocab_size:
-            raise ValueError(f"the prompts have ids beyond the {self.llm.model.vocab_size} of this model's vocabulary")
+        greatest, size = max((i for ids in prompts for i in ids), default=0), self.llm.model.vocab_size
+        if greatest >= size:
+            raise ValueError(f"the prompts have token id {greatest}, and this model's vocabulary has {size}")
         tokens, firsts, gaps, speeds = [], [], [], []
         # the first warms up
         for _ in range(1 + rounds):
@@ -132,13 +134,15 @@ class Candidate:
         flips = [self._flip(*each) for each in zip(outputs, own, wanted, strict=True)]
         return [Forced(k, n, *flip) for k, n, flip in zip(kl, flipped, flips, strict=True)]
 
-    def _flip(self, a: Sequence[int], b: Sequence[int], wanted: np.ndarray) -> tuple[tuple[str, str], float | None]:
-        """Both tokens as text where free runs part, and by how much A's logits prefer its own."""
+    def _flip(
+        self, a: Sequence[int], b: Sequence[int], wanted: np.ndarray
+    ) -> tuple[int | None, tuple[str, str], float | None]:
+        """Where free runs part, both tokens there as text, and by how much A's logits prefer its own."""
         at = next((j for j, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
         if at is None:
-            return ("", ""), None
+            return None, ("", ""), None
         texts = self._flip_text(a[at]), self._flip_text(b[at])
-        return texts, float(wanted[at][a[at]] - wanted[at][b[at]])
+        return at, texts, float(wanted[at][a[at]] - wanted[at][b[at]])
 
     def _flip_text(self, token: int) -> str:
         return self.llm.get_tokenizer().decode([token], skip_special_tokens=False)

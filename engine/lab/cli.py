@@ -9,14 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli_arguments import engine_arguments
-from ..cli_report import reporting, show
+from ..cli_arguments import TakesEngineArguments, engine_arguments, one_model, said
+from ..cli_report import Debug, Json, ModelToo, Named, reporting, show
+from ..json_file import read_json
 from .cli_layouts import layouts
 
-TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")]
 Policy = Annotated[
     str | None,
     typer.Option(help="fcfs, priority, or FILE.py:NAME (rank, evict); none: fcfs, or the logged one."),
@@ -26,13 +23,13 @@ Log = Annotated[Path, typer.Argument(help="A step log: LLM(..., step_log=FILE) w
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command(context_settings=TAKES_MORE, epilog="Other engine arguments override the logged ones.")(replay)
+    app.command(cls=TakesEngineArguments, epilog="Other engine arguments override the logged ones.")(replay)
     app.command()(explain)
-    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(crosscheck)
-    app.command(context_settings=TAKES_MORE, epilog="Other engine arguments go to both.")(compare)
-    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(certify)
+    app.command(cls=TakesEngineArguments, epilog="Every argument of LLM(...) is an option too.")(crosscheck)
+    app.command(cls=TakesEngineArguments, epilog="Other engine arguments go to both.")(compare)
+    app.command(cls=TakesEngineArguments, epilog="Every argument of LLM(...) is an option too.")(certify)
     app.command()(simulate)
-    app.command(context_settings=TAKES_MORE, epilog="Every argument of LLM(...) is an option too.")(layouts)
+    app.command(cls=TakesEngineArguments, epilog="Every argument of LLM(...) is an option too.")(layouts)
 
 
 def replay(
@@ -82,7 +79,13 @@ def explain(
         show([asdict(p) for p in tell(log, request, policy)], as_json, title=f"request {request}")
 
 
+# what a step log says itself
+OF_A_TRACE = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching",
+              "overlap", "cost", "measure")  # fmt: skip
+
+
 def simulate(
+    context: typer.Context,
     trace: Annotated[Path, typer.Argument(help="JSON lines of arrival, prompt, output ..., or a step log.")],
     num_blocks: Annotated[int, typer.Option(help="Blocks of the cache, the null block included.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
@@ -102,6 +105,8 @@ def simulate(
         from .simulate import Simulation, make_scheduler, read_trace
 
         if _is_step_log(trace):
+            if unused := said(context, OF_A_TRACE):
+                raise ValueError(f"{trace} is a step log, which says all but the policy: leave out {', '.join(unused)}")
             _show_decisions(trace, policy, as_json)
             return
         scheduler = make_scheduler(
@@ -118,8 +123,9 @@ def simulate(
 
 
 def _is_step_log(path: Path) -> bool:
-    with open(path) as file:
-        return file.readline().startswith('{"header"')
+    # bytes: what is no text is for the trace's reader to name
+    with open(path, "rb") as file:
+        return file.readline().startswith(b'{"header"')
 
 
 def _show_decisions(log: Path, policy: str | None, as_json: bool) -> None:
@@ -143,12 +149,18 @@ def _cost(given: str | None, measured: str | None) -> Any:
         return measure(measured)
     if given is None:
         return Cost()
-    return cost_from(json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))
+    if not given.lstrip().startswith("{"):
+        return cost_from(read_json(Path(given)))
+    try:
+        return cost_from(json.loads(given))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--cost {given!r} is no valid JSON: {error}") from error
 
 
 def crosscheck(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="An alias, a folder or a .gguf file.")] = "smollm2",
+    named: Named = None,
+    model: ModelToo = None,
     against: Annotated[
         str, typer.Option(help="oracle, hf, backend:attention, or FILE.py:NAME; the first decides what is run.")
     ] = "oracle,torch:reference,torch:cpu",
@@ -167,15 +179,16 @@ def crosscheck(
         from .crosschecking import crosscheck as run
         from .prompts import default_prompts, tokenized
 
-        prompts = tokenized(model, prompt or default_prompts())
+        arguments = _unsaid(engine_arguments(context.args), "backend", "attention", where="in --against")
+        name = one_model(named, model)
         found = run(
-            model,
-            [name.strip() for name in against.split(",")],
-            prompts=prompts,
+            name,
+            [each.strip() for each in against.split(",")],
+            prompts=tokenized(name, prompt or default_prompts()),
             max_tokens=max_tokens,
             free_running=free_running,
             separate=separate,
-            **engine_arguments(context.args),
+            **arguments,
         )
         if as_json:
             print(json.dumps([c.to_json() for c in found]))
@@ -183,6 +196,14 @@ def crosscheck(
             _show_comparisons(found, by_layer)
         if not all(c.ok for c in found):
             raise typer.Exit(1)
+
+
+def _unsaid(arguments: dict[str, Any], *names: str, where: str) -> dict[str, Any]:
+    """The engine arguments. Raises ValueError for one of these names, which is said elsewhere."""
+    for name in names:
+        if name in arguments:
+            raise ValueError(f"--{name} {arguments[name]!r}: say it {where}")
+    return arguments
 
 
 def _show_comparisons(found: Any, by_layer: bool) -> None:
@@ -212,14 +233,16 @@ def compare(
 ) -> None:
     """Two engine configurations on the same prompts: first flip, KL by position, latency, memory."""
     with reporting(debug):
+        from .compare_plot import draw
         from .comparing import compare as run
+        from .pictures import check_picture
         from .prompts import read_prompts
 
         texts = None if prompts is None else read_prompts(prompts)
+        if plot is not None:
+            check_picture(plot)
         found = run(a, b, texts, max_tokens=max_tokens, rounds=rounds, **engine_arguments(context.args))
         if plot is not None:
-            from .compare_plot import draw
-
             draw(found, plot)
         if as_json:
             print(json.dumps(found.to_json(), default=str))
@@ -252,7 +275,8 @@ def certify(
     with reporting(debug):
         from .certifying import certify as run
 
-        found = run(backend, model=model, trace=trace, **engine_arguments(context.args))
+        arguments = _unsaid(engine_arguments(context.args), "backend", "attention", where="as BACKEND")
+        found = run(backend, model=model, trace=trace, **arguments)
         if as_json:
             print(json.dumps([asdict(g) for g in found], indent=2))
         else:

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from ..checks import size
-from ..cli_arguments import engine_arguments
-from ..cli_report import reporting, show
+from ..cli_arguments import engine_arguments, one_model, said
+from ..cli_report import Debug, Json, ModelToo, Named, reporting, show
+from ..json_file import read_text
 
-Model = Annotated[str, typer.Argument(help="An alias, a folder or a .gguf file.")]
+# what is for measuring alone
+MEASURING = ("text", "window", "prompt", "contexts", "memory", "max_model_len", "plot")
 Layouts = Annotated[
     list[str] | None,
     typer.Option("--layout", help="A name, NAME:field=value,..., or FILE.py:NAME; may be repeated. None: all."),
@@ -24,7 +26,8 @@ Layouts = Annotated[
 
 def layouts(
     context: typer.Context,
-    model: Model = "smollm2",
+    named: Named = None,
+    model: ModelToo = None,
     layout: Layouts = None,
     check: Annotated[bool, typer.Option(help="Only check that each writes and reads what it should.")] = False,
     text: Annotated[Path | None, typer.Option(help="Measure quality on this file; none: on a text of ours.")] = None,
@@ -33,24 +36,30 @@ def layouts(
     contexts: Annotated[str, typer.Option(help="Tokens in the cache when a step is timed.")] = "256,1024,4096",
     memory: Annotated[str, typer.Option(help="Bytes of cache that blocks are to fit: 1G, 512M ...")] = "1G",
     max_model_len: Annotated[str, typer.Option(help="Tokens of a request, of which to count how many fit.")] = "8K",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
+    as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture: FILE.png.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and what is logged.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Compares cache layouts: bytes, what fits, step time, and how far their logits are from exact ones."""
     with reporting(debug):
-        arguments = engine_arguments(context.args)
+        name, arguments = one_model(named, model), engine_arguments(context.args)
         if check:
-            _check(model, layout or (), as_json, arguments)
+            if unused := said(context, MEASURING):
+                raise ValueError(f"--check measures nothing: leave out {', '.join(unused)}")
+            _check(name, layout or (), as_json, arguments)
             return
         from .layouts import measure_layouts
+        from .layouts_plot import draw
+        from .pictures import check_picture
         from .prompts import tokenized
         from .text import TEXT
 
-        (ids,) = tokenized(model, [TEXT if text is None else text.read_text(encoding="utf-8")])
+        if plot is not None:
+            check_picture(plot)
+        (ids,) = tokenized(name, [TEXT if text is None else read_text(text)])
         with _telling(not as_json) as tell:
             found = measure_layouts(
-                model,
+                name,
                 layout or (),
                 text=ids,
                 window=window,
@@ -61,10 +70,8 @@ def layouts(
                 tell=tell,
                 **arguments,
             )
-        if plot:
-            from .layouts_plot import draw
-
-            draw(found, plot, f"cache layouts of {model}, {found[0].num_tokens} tokens of text")
+        if plot is not None:
+            draw(found, plot, f"cache layouts of {name}, {found[0].num_tokens} tokens of text")
         if as_json:
             print(json.dumps([asdict(m) | {"exact": m.exact} for m in found]))
         else:
@@ -99,7 +106,7 @@ def _check(model: str, named: Sequence[str], as_json: bool, arguments: dict[str,
     from ...models.layouts import LAYOUTS
     from ...models.registry import spec_from_hf
     from ..backend import find_platform, get_backend
-    from ..build import open_checkpoint
+    from ..build import backend_options, open_checkpoint
     from ..config import engine_config
     from .layout_checks import check_layout
 
@@ -107,8 +114,10 @@ def _check(model: str, named: Sequence[str], as_json: bool, arguments: dict[str,
     for name in named or tuple(LAYOUTS):
         config = engine_config(model, layout=name, **arguments)
         spec = spec_from_hf(open_checkpoint(config).hf_config)
+        if config.dtype not in ("auto", "float32"):
+            raise ValueError(f"dtype {config.dtype!r}: layouts are checked in float32")
         find_platform(config.backend, config.device)
-        backend = get_backend(config.backend, {"dtype": "float32"})
+        backend = get_backend(config.backend, backend_options(config, None) | {"dtype": "float32"})
         found[name] = [asdict(c) for c in check_layout(config.layout, backend, spec.attention[0])]
     if as_json:
         print(json.dumps(found))

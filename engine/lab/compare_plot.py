@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from .comparing import Compared
+from .pictures import new_figure
 
 COSTS = (("ttft_ms", "ms to the first token"), ("per_token_ms", "ms a token"), ("peak_bytes", "GiB at the peak"))
 
 
 def draw(found: Compared, path: Path) -> None:
     """Writes the picture. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'octavo[plot]'") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     left, *rest = figure.subplots(1, 1 + len(COSTS), width_ratios=(4, 1, 1, 1))
     _draw_kl(left, found)
     for axes, (name, title) in zip(rest, COSTS, strict=True):

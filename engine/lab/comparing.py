@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ..arguments import WORKING
 from ..checks import integer
 from ..config import engine_config
+from ..json_file import read_text
 from .candidate import Candidate, Forced, Run
 from .prompts import default_prompts
 from .remote import Remote
@@ -138,7 +140,7 @@ def compare(
         with _candidate(second) as two:
             run_b = two.call("run", ids, max_tokens, rounds)
             forced: list[Forced] = two.call("compare_logits", ids, run_a.tokens, run_b.tokens, folder)
-    found = [_of_prompt(*each) for each in zip(ids, run_a.tokens, run_b.tokens, forced, strict=True)]
+    found = [_of_prompt(*each) for each in zip(ids, forced, strict=True)]
     flipped = sum(f.num_flipped for f in forced)
     return Compared(differing(first, second), found, [f.kl for f in forced], flipped, run_a, run_b)
 
@@ -148,9 +150,9 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     try:
-        return tomllib.loads(Path(source).read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{source}: {error}") from error
+        return tomllib.loads(read_text(Path(source)))
+    except ValueError as error:
+        raise ValueError(f'{source} is no TOML file of engine arguments (model = "smollm2"): {error}') from error
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -160,23 +162,14 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any
     return {name: (a.get(name), b.get(name)) for name in sorted({*a, *b}) if a.get(name) != b.get(name)}
 
 
-class _candidate:
+def _candidate(arguments: Mapping[str, Any]) -> closing[Remote]:
     """A Candidate in a process of its own, ended on the way out."""
-
-    def __init__(self, arguments: Mapping[str, Any]):
-        self.remote = Remote(Candidate, dict(arguments))
-
-    def __enter__(self) -> Remote:
-        return self.remote
-
-    def __exit__(self, *error: object) -> None:
-        self.remote.close()
+    return closing(Remote(Candidate, dict(arguments)))
 
 
-def _of_prompt(ids: list[int], a: list[int], b: list[int], forced: Forced) -> PromptDifference:
-    flip = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+def _of_prompt(ids: list[int], forced: Forced) -> PromptDifference:
     mean = sum(forced.kl) / len(forced.kl)
-    return PromptDifference(len(ids), len(a), flip, *forced.tokens, forced.gap, mean)
+    return PromptDifference(len(ids), len(forced.kl), forced.first_flip, *forced.tokens, forced.gap, mean)
 
 
 def rows_of_prompts(found: Compared) -> Iterator[dict[str, Any]]:

@@ -117,6 +117,8 @@ def crosscheck(
         raise ValueError("hf cannot come first: the first one's scheduler decides what is run")
     for name in against:
         check_name(name)
+    if not prompts:
+        raise ValueError("there are no prompts to compare on")
     length = max(map(len, prompts)) + max_tokens
     options = LIMITS | {"max_model_len": length} | arguments
     remote = several_libraries(against) if separate is None else separate

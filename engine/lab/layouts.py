@@ -77,6 +77,8 @@ def measure_layouts(
     `memory` (bytes) and `max_model_len` are for what fits; `tell` hears what is being measured. Other arguments are the
     engine's. Raises ValueError for a text that has nothing behind a prompt.
     """
+    if window <= prompt:
+        raise ValueError(f"a window of {window} tokens has nothing behind a prompt of {prompt}: a longer one is right")
     windows = [list(text[i : i + window]) for i in range(0, len(text), window)]
     windows = [w for w in windows if len(w) > prompt]
     if not windows:

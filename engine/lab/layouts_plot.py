@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .layouts import NOISE, Measured
+from .pictures import new_figure
 
 LOWEST = 1e-7  # where the exact ones are drawn, which a logarithm does not know
 
 
 def draw(found: Sequence[Measured], path: Path, title: str) -> None:
     """Writes the picture. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'octavo[plot]'") from error
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = new_figure(11, 4.6)
     figure.suptitle(title, fontsize="medium")
     left, right = figure.subplots(1, 2)
     _draw_quality(left, found)

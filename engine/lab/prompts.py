@@ -9,6 +9,7 @@ from typing import Any
 
 from ..build import open_checkpoint
 from ..config import engine_config
+from ..json_file import read_text
 
 OPENING = (
     "The printer folded the sheet three times, so that it had eight leaves and sixteen pages, and put it on the pile "
@@ -28,12 +29,18 @@ def tokenized(model: Any, prompts: Sequence[str]) -> list[list[int]]:
 
 def read_prompts(path: Path) -> list[str]:
     """A prompt a line. Of a .jsonl file each line is a string, or an object with "prompt". Empty lines are left out."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = {number: line for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()}
     if path.suffix != ".jsonl":
-        return lines
-    values = [json.loads(line) for line in lines]
-    found: list[Any] = [value.get("prompt") if isinstance(value, dict) else value for value in values]
-    for number, prompt in enumerate(found, 1):
-        if not isinstance(prompt, str):
-            raise ValueError(f"{path}: line {number} has no prompt: {lines[number - 1][:80]}")
-    return found
+        return list(lines.values())
+    return [_prompt_of(line, f"{path}: line {number}") for number, line in lines.items()]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no valid JSON: {error}") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"{where} has no prompt: {line[:80]}")
+    return prompt

@@ -18,6 +18,7 @@ from ..progress import Progress
 from ..runner import Runner, StepResult
 from ..step_log import Entry, read_log
 from .rerun import Difference, rerun
+from .trace import with_logprobs
 
 # how far a logprob may be from the other backend's, by the dtype of the run
 TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 2e-1}
@@ -153,7 +154,7 @@ def _beside(steps: Iterator[Entry], parts: Parts, other: Parts) -> Replay:
     tell = [Teller(p.runner) for p in (parts, other)]
     num_steps, num_tokens, worst, first = 0, 0, 0.0, None
     for step in steps:
-        plan = replace(step.plan, num_logprobs=max(step.plan.num_logprobs, count))
+        plan = with_logprobs(step.plan, count)
         mine, theirs = (p.runner.launch(plan, step.mask).result() for p in (parts, other))
         for teller in tell:
             teller.tell(step)

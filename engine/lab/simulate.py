@@ -99,10 +99,11 @@ def read_trace(path: str | Path) -> Iterator[Arrival]:
     Arrivals must not fall: a trace may be longer than memory, so it is not sorted here.
     """
     last = 0.0
-    with open(path) as file:
+    # bytes: what is no text is an error of its line
+    with open(path, "rb") as file:
         for number_, line in enumerate(file, 1):
             try:
-                value = json.loads(line)
+                value = json.loads(line.decode())
                 check_names("field of a trace", value, TRACE_FIELDS, {})
                 arrival = Arrival(**value)
             except (ValueError, TypeError) as error:

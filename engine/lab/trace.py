@@ -6,12 +6,12 @@ that every backend is held to the same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..json_file import read_json
 from ..plan import Plan
 from ..sampling_params import SamplingParams
 from ..step_log import from_json
@@ -64,9 +64,12 @@ class Trace:
 
 def read_trace_file(path: str | Path = SHIPPED) -> Trace:
     """The trace of a file. Raises ValueError for one of another format."""
-    value = json.loads(Path(path).read_text())
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ValueError(f"{path} is no golden trace of format {FORMAT}")
+    try:
+        value = read_json(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is no golden trace of format {FORMAT}: {error}") from error
+    if value.get("format") != FORMAT:
+        raise ValueError(f"{path} is no golden trace of format {FORMAT}: its format is {value.get('format')!r}")
     return trace_from_json(value)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
-from octavo.engine.cli_arguments import engine_arguments, free_word
+from octavo.engine.cli_arguments import engine_arguments, parted
 from octavo.engine.cli_tables import readable
 
 PROMPT = "The capital of France is"
@@ -139,6 +139,7 @@ def test_chat_goes_on_after_a_message_that_does_not_fit():
         (["generate", "-p", ""], ["prompt"]),
         (["models", "inspect", "no/such/folder"], ["no/such/folder"]),
         (["plan", "--max-model-len", "999999999"], ["999999999"]),
+        (["plan", "one", "--model", "two"], ["'one'", "'two'"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -213,11 +214,18 @@ def test_engine_arguments_are_read_off_words(words, arguments):
     ],
 )
 def test_a_model_may_stand_anywhere_among_options(words, left):
-    assert free_word(words.split()) == (left.split(), "M")
+    assert parted(words.split(), {}) == (["M"], left.split())
 
 
 def test_a_value_is_no_model():
-    assert free_word(["--tp", "4"]) == (["--tp", "4"], None)
+    assert parted(["--tp", "4"], {}) == ([], ["--tp", "4"])
+
+
+def test_a_commands_own_options_keep_their_values():
+    takes = {"--prompt": True, "-p": True, "--json": False}
+    words = ["--seed", "1", "--prompt", "--odd", "-p", "M", "--json", "--prompt=x", "N", "--eager", "--", "--tp"]
+    own = ["--prompt", "--odd", "-p", "M", "--json", "--prompt=x", "N", "--", "--tp"]
+    assert parted(words, takes) == (own, ["--seed", "1", "--eager"])
 
 
 @pytest.mark.parametrize("words", [["stray"], ["--seed", "1", "2"], ["--seed", "1", "--seed", "2"]])

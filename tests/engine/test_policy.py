@@ -144,6 +144,29 @@ def test_a_request_that_has_no_rank_is_not_taken_in():
     assert [c.request_id for c in planned(s).chunks] == ["three"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([None], r"policy 'Odd': request 'r0' has rank None, which has no order: numbers"),
+        ([1, "a"], r"policy 'Odd': request 'r1' has rank 'a', which has no order beside 1"),
+        ([(0, 1), (0, "a")], r"request 'r1' has rank \(0, 'a'\), which has no order beside \(0, 1\)"),
+    ],
+)
+def test_a_rank_that_has_no_order_is_named(ranks, message):
+    """Also beside one that runs by now, and may have to be preempted for it."""
+
+    class Odd:
+        def rank(self, request):
+            return ranks[int(request.id[1:])]
+
+    s = scheduler(Odd())
+    with pytest.raises(ValueError, match=message):
+        for i in range(len(ranks)):
+            s.add(make_request(f"r{i}", range(5)))
+            planned(s)
+    assert len(s.waiting) == 0 and len(s.alive) == len(ranks) - 1
+
+
 def test_a_dump_wants_its_policy_back():
     s = scheduler(ShortestFirst(), max_num_seqs=1)
     add(s, *(make_request(str(n), range(n)) for n in (9, 3, 6)))

@@ -178,6 +178,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("[]")
     run = CliRunner().invoke(app, ["certify", "torch", "--trace", str(tmp_path / "x.json")])
     assert run.exit_code == 1 and "no golden trace" in run.stderr
+    (tmp_path / "x.json").write_text("nothing")
+    run = CliRunner().invoke(app, ["certify", "torch", "--trace", str(tmp_path / "x.json")])
+    assert run.exit_code == 1 and "x.json is no golden trace" in run.stderr and "no valid JSON" in run.stderr
     with pytest.raises(ValueError, match="'jix' is no implementation"):
         certify("jix")
 

@@ -18,6 +18,7 @@ from octavo.engine.cli import app
 from octavo.engine.config import engine_config
 from octavo.engine.lab import comparing as module
 from octavo.engine.lab.candidate import Candidate, Run
+from octavo.engine.lab.compare_plot import draw
 from octavo.engine.lab.comparing import Compared, PromptDifference, compare, differing, rows_of_prompts
 from octavo.engine.lab.errors import kl_divergence
 from octavo.engine.lab.prompts import read_prompts
@@ -163,6 +164,41 @@ def test_prompts_come_as_lines_or_as_json(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "two"}\n')
     with pytest.raises(ValueError, match="line 1 has no prompt"):
         read_prompts(tmp_path / "c.jsonl")
+    (tmp_path / "d.jsonl").write_text('"one"\n\n"two\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl: line 3 is no valid JSON"):
+        read_prompts(tmp_path / "d.jsonl")
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path):
+    (tmp_path / "b.toml").write_text("model smollm2")
+    for name, why in (("a.toml", "there is no file"), ("b.toml", "at line 1")):
+        with pytest.raises(ValueError, match=rf"{name} is no TOML file of engine arguments .*{why}"):
+            compare(tmp_path / name, {})
+
+
+def test_a_prompt_of_no_token_or_of_one_too_large_is_refused():
+    candidate = TinyCandidate({"backend": BACKENDS[0]})
+    for prompts, message in (
+        ([[1], []], "the prompt is empty"),
+        ([[1, 97]], "token id 97, and this model's vocabulary has 97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            candidate.run(prompts, 2, 1)
+
+
+def test_the_picture_has_the_mean_of_those_that_go_so_far(tmp_path, monkeypatch):
+    """And both costs, and a line where tokens first differ."""
+    run = Run([[1, 2, 3], [1]], 1.0, 2.0, 3.0, 4, 5.0, 6, 2**30)
+    prompts = [PromptDifference(3, 3, 1, " a", " b", 0.5, 0.5), PromptDifference(3, 1)]
+    found = Compared({}, prompts, [[0.0, 0.5, 1.0], [4.0]], 1, run, replace(run, peak_bytes=3 * 2**30))
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **more: drawn.append(self))
+    draw(found, tmp_path / "x.png")
+    left, *costs = drawn[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in left.lines}
+    assert lines["mean of the prompts"] == [2.0, 0.5, 1.0]
+    assert any(line.get_linestyle() == ":" and list(line.get_xdata()) == [1, 1] for line in left.lines)
+    assert [[bar.get_height() for bar in axes.patches] for axes in costs] == [[1.0, 1.0], [2.0, 2.0], [1.0, 3.0]]
 
 
 @pytest.mark.slow

@@ -248,6 +248,8 @@ def test_what_cannot_be_compared_is_refused():
         check("oracle")
     with pytest.raises(ValueError, match="'jix:cpu' is no implementation"):
         check("oracle", "jix:cpu")
+    with pytest.raises(ValueError, match="no prompts"):
+        check("oracle", "torch", prompts=[])
 
 
 def test_errors_are_what_they_say():

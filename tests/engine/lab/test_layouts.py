@@ -96,6 +96,8 @@ def test_what_is_dropped_is_told(some):
 def test_a_text_without_anything_behind_a_prompt_is_refused():
     with pytest.raises(ValueError, match="the text has 20 tokens, and a prompt takes 30"):
         measured(text=TEXT[:20])
+    with pytest.raises(ValueError, match="a window of 60 tokens has nothing behind a prompt of 60"):
+        measure_layouts(spec_of(TINY), (), text=TEXT, window=60, prompt=60)
 
 
 def test_the_picture_shows_every_layout(some, tmp_path):
@@ -167,6 +169,12 @@ class Unturned(TokenMajor):
 def test_a_wrong_layout_is_found(kind, check, message):
     wrong = [c for c in check_layout(kind(8), get_backend(BACKENDS[0]), SPEC) if not c.ok]
     assert wrong and wrong[0].check == check and message in wrong[0].found
+
+
+def test_nan_is_said_once_and_not_taken_for_a_wrong_copy():
+    """It is equal to nothing, so a comparison of two runs would find it different."""
+    found = check_layout(Unseen(8), get_backend(BACKENDS[0]), SPEC)
+    assert [c.check for c in found if not c.ok] == ["attention"] and found[-1].check == "own blocks only"
 
 
 def test_what_forgets_rope_is_not_called_exact():

@@ -103,6 +103,12 @@ def test_a_wrong_trace_is_named_by_line(tmp_path, text, message):
         list(read_trace(tmp_path / "trace"))
 
 
+def test_what_is_no_text_is_named(tmp_path):
+    (tmp_path / "trace").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match="trace: line 1: 'utf-8' codec"):
+        list(read_trace(tmp_path / "trace"))
+
+
 def test_memory_does_not_grow_with_requests_that_have_ended():
     simulation = Simulation(make_scheduler(200, **LIMITS), Cost(0.01, 0, 0, 0))
     simulation.run(Arrival(i * 0.05, 20, 4) for i in range(3000))
