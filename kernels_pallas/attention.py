@@ -74,7 +74,7 @@ class AttentionOp:
         self.steps: Sequence = ()
         self.plans: dict[tuple[str, int], Any] = {}
         self.held: Any = None
-        self.chosen: dict[Any, str] = {}
+        self.told: set[Any] = set()  # which choices were logged
 
     def for_step(self, steps: Sequence) -> AttentionOp:
         op = copy.copy(self)
@@ -85,7 +85,7 @@ class AttentionOp:
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: str, step: Any, spec: Any, sinks: Any, scales: Any
     ) -> jax.Array:
         block_size = k.shape[order.split().index("p")]
-        name = self.choose(spec, k.dtype.name, jax.default_backend(), block_size, scales is not None)
+        name = self.choose(spec, k.dtype.name, block_size, scales is not None)
         more = () if scales is None else (scales,)
         return IMPLEMENTATIONS[name].attend(q, k, v, order, step, spec, sinks, self.plan(name, step), *more)
 
@@ -95,12 +95,15 @@ class AttentionOp:
         op.held = plan
         return op
 
-    def prepared(self, step: Any, spec: Any, dtype: Any, block_size: int) -> Any:
-        """The plan of a layer, complete and a pytree; None if its implementation has no such plan."""
-        name = self.choose(spec, dtype.name, jax.default_backend(), block_size)
-        prepare, plan = IMPLEMENTATIONS[name].prepare, self.plan(name, step)
-        if prepare is None:
+    def prepared(self, step: Any, spec: Any, dtype: Any, block_size: int, scaled: bool) -> Any:
+        """The plan of a layer, complete and a pytree; None if nobody serves it, or has no such plan.
+
+        Says nothing and refuses nothing: a layer that gathers its keys by itself never asks for attention.
+        """
+        name, _ = self.find(spec, dtype.name, block_size, scaled)
+        if name is None or (prepare := IMPLEMENTATIONS[name].prepare) is None:
             return None
+        plan = self.plan(name, step)
         prepare(plan, spec, dtype.itemsize)
         return plan
 
@@ -124,22 +127,27 @@ class AttentionOp:
 
     def likely(self, specs: Iterable, dtype: str, scaled: bool) -> list[Implementation | None]:
         """What will serve these layers, asked before there is a cache: with blocks of the usual size."""
-        question = (dtype, jax.default_backend(), self.mode, 16, scaled)
-        names = PREFERENCE[question[1]] if self.name == "auto" else (self.name,)
-        chosen = [next((n for n in names if why_not(n, s, *question) is None), None) for s in specs]
-        return [None if n is None else IMPLEMENTATIONS[n] for n in chosen]
+        names = [self.find(spec, dtype, 16, scaled)[0] for spec in specs]
+        return [None if n is None else IMPLEMENTATIONS[n] for n in names]
 
-    def choose(self, spec: Any, dtype: str, platform: str, block_size: int, scaled: bool = False) -> str:
-        """The implementation for a cache of `dtype`. Raises NotImplementedError if a named one cannot serve it."""
-        question = (spec, dtype, platform, self.mode, block_size, scaled)
-        if self.name != "auto":
-            reason = why_not(self.name, *question)
-            if reason:
-                raise NotImplementedError(f"attention {self.name!r}: {reason}")
-            return self.name
-        if question not in self.chosen:
-            refused = {n: why_not(n, *question) for n in PREFERENCE[platform]}
-            self.chosen[question] = next(n for n, reason in refused.items() if reason is None)
-            why = "; ".join(f"{n}: {reason}" for n, reason in refused.items() if reason)
-            logger.info("attention: %s for %s%s", self.chosen[question], spec, f" ({why})" if why else "")
-        return self.chosen[question]
+    def find(self, spec: Any, dtype: str, block_size: int, scaled: bool) -> tuple[str | None, dict[str, str]]:
+        """The implementation for a cache of `dtype`, with scales or not (None: there is none); why not those before."""
+        platform, refused = jax.default_backend(), {}
+        for name in PREFERENCE[platform] if self.name == "auto" else (self.name,):
+            reason = why_not(name, spec, dtype, platform, self.mode, block_size, scaled)
+            if reason is None:
+                return name, refused
+            refused[name] = reason
+        return None, refused
+
+    def choose(self, spec: Any, dtype: str, block_size: int, scaled: bool) -> str:
+        """As `find`, and tells what "auto" found. Raises NotImplementedError if there is none."""
+        name, refused = self.find(spec, dtype, block_size, scaled)
+        if name is None:
+            # only of a named one: the reference, the last of "auto", serves everything
+            raise NotImplementedError(f"attention {self.name!r}: {refused[self.name]}")
+        why = "; ".join(f"{n}: {reason}" for n, reason in refused.items())
+        if self.name == "auto" and (question := (name, spec, why)) not in self.told:
+            self.told.add(question)
+            logger.info("attention: %s for %s%s", name, spec, f" ({why})" if why else "")
+        return name

@@ -84,9 +84,10 @@ class JaxOps:
         """
 
         def call(w: Any, cache: Any, x_TE: jax.Array, step: Any, spec: Any, ops: JaxOps, layout: Any) -> Any:
-            dtype = next(iter(cache.values())).dtype
-            traced = isinstance(x_TE, Tracer)
-            plan = self._attention.prepared(step, spec, dtype, layout.block_size) if traced else None
+            plan = None
+            if isinstance(x_TE, Tracer):
+                dtype, scaled = next(iter(cache.values())).dtype, "k_scale" in cache
+                plan = self._attention.prepared(step, spec, dtype, layout.block_size, scaled)
             if plan is None:
                 return fn(w, cache, x_TE, step, spec, ops, layout)
             if (spec, layout) not in self._layers:

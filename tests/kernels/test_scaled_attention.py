@@ -6,7 +6,9 @@ Slots that nobody wrote hold nan for a scale, and any number for a code.
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +19,7 @@ from backends import BACKENDS
 from shapes import DECODE, MIXED, SHARED, Ragged
 from tolerances import tolerance
 
-from octavo.engine.backend import Backend
+from octavo.engine.backend import Backend, get_backend
 from octavo.engine.lab.numpy_backend import NumpyBackend
 from octavo.models.interface import ArraySpec, Step
 
@@ -91,6 +93,42 @@ def test_a_named_implementation_without_scales_says_so():
     batch, arrays = quantised(DECODE, "int8")
     with pytest.raises(NotImplementedError, match="attention 'cpu': it takes no scales of a quantised cache"):
         attend(backend_of("jax", "cpu"), batch, arrays, ORDERS[0], "int8")
+
+
+def run_layer(backend: Backend, attends: bool) -> None:
+    """A layer over an int8 cache as a step runs it, which asks for attention or gathers by itself."""
+    batch, arrays = quantised(DECODE, "int8")
+    step, layout = make_step(batch, backend), SimpleNamespace(block_size=batch.case.block_size)
+
+    def layer(w: None, cache: dict, x: Any, step: Step, spec: Any, ops: Any, layout: Any) -> tuple[Any, dict]:
+        scales = cache["k_scale"], cache["v_scale"]
+        return ops.attention(x, cache["k"], cache["v"], ORDERS[0], step, spec, None, scales) if attends else x, cache
+
+    def program(cache: dict, q: Any, step: Step, *, ops: Any) -> tuple[Any, dict]:
+        ops = ops.for_step([step])
+        return ops.layer(layer)(None, cache, q, step, batch.spec, ops, layout)
+
+    def place(x: np.ndarray) -> Any:
+        return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, x.dtype.name))
+
+    run = backend.compile(program, ("cache", "q", "step"), ("out", "cache"), consumes="cache")
+    run({name: place(x) for name, x in arrays.items()}, place(batch.q), step)
+
+
+@pytest.mark.parametrize("attends", [True, False], ids=["attends", "gathers"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_says_once_what_serves_it_and_only_if_it_asks(backend, attends, caplog):
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        run_layer(get_backend(backend, {"attention": "auto"}), attends)
+    assert len([r for r in caplog.records if "attention:" in r.getMessage()]) == attends
+
+
+@pytest.mark.skipif("jax" not in BACKENDS, reason="asks the JAX room")
+@pytest.mark.parametrize("name", ["cpu", "triton_lowered"])
+def test_an_implementation_refuses_only_who_asks_for_attention(name):
+    run_layer(get_backend("jax", {"attention": name}), attends=False)
+    with pytest.raises(NotImplementedError, match=f"attention '{name}': it takes no scales of a quantised cache"):
+        run_layer(get_backend("jax", {"attention": name}), attends=True)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="asks the torch room")
