@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import cpu_attention, mosaic_gpu, mosaic_tpu, ragged, reference, triton_lowered
+from . import cpu_attention, mosaic_gpu, mosaic_tpu, ragged, reference, shared_reference, triton_lowered
 
 logger = logging.getLogger("octavo")
 
@@ -47,7 +47,9 @@ IMPLEMENTATIONS = {
     "triton_lowered": Implementation(
         triton_lowered.attend, triton_lowered.supports, ragged.Plan, True, triton_lowered.prepare, shares=True
     ),
-    "reference": Implementation(reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True),
+    "reference": Implementation(
+        shared_reference.attend, supports_everything, reference.query_tiles, scales=True, shares=True
+    ),
 }
 # of "auto", best first, by JAX's name of the platform: interpreters are for those who name them
 PREFERENCE = {

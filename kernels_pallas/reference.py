@@ -5,18 +5,16 @@ A tile's keys are gathered once for all its queries; a few tiles are in memory a
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from . import shared_reference
-
 QUERIES = 16  # of a tile; 1 in a decode step
 MEMORY = 1 << 23  # elements of gathered keys at a time
 FAR = 1 << 30  # a window that hides nothing
+HIDDEN = -1e30  # score of a key that is not seen: finite, so that a query which sees none stays a number
 
 
 class Tiles(NamedTuple):
@@ -43,11 +41,20 @@ def query_tiles(step: Any, queries: int = QUERIES) -> Tiles:
     return Tiles(seq_W, start_W, first_S[seq_T] + within_T // queries, within_T % queries, queries)
 
 
+def keys_of(x: jax.Array, scale: jax.Array | None, order: str, table_SB: jax.Array) -> jax.Array:
+    """The keys, or values, of block tables [..., B] as float32 [..., M, K, D]; of a quantised cache times its scales.
+
+    `order` is that of x, and of `scale` without d.
+    """
+    found = rearrange(x[table_SB], f"... {order} -> ... (n p) k d").astype(jnp.float32)
+    return found if scale is None else found * rearrange(scale[table_SB], f"... {order[:-2]} -> ... (n p) k 1")
+
+
 def masked_scores(scores: jax.Array, visible: jax.Array, softcap: float | None) -> jax.Array:
     """Scores after softcap (Gemma 2, arXiv 2408.00118 section 2), invisible keys far below all others."""
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    return jnp.where(visible, scores, -1e30)
+    return jnp.where(visible, scores, HIDDEN)
 
 
 def attend(
@@ -65,18 +72,12 @@ def attend(
 
     `scales`: of k and of v, in their order without d; what lies in the cache is times them.
     """
-    if step.shared is not None:
-        whole = attend(q_TKGD, k, v, order, replace(step, shared=None), spec, sinks_KG, tiles, scales)
-        return shared_reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, whole, scales)
     seq_W, start_W, tile_T, place_T, queries = tiles
 
     def one_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         seq, start = tile
         table_B = step.block_tables_SB[seq]
-        k_MKD, v_MKD = (rearrange(x[table_B], f"{order} -> (n p) k d").astype(jnp.float32) for x in (k, v))
-        if scales is not None:
-            k_MK1, v_MK1 = (rearrange(x[table_B], f"{order[:-2]} -> (n p) k 1") for x in scales)
-            k_MKD, v_MKD = k_MKD * k_MK1, v_MKD * v_MK1
+        k_MKD, v_MKD = (keys_of(x, scale, order, table_B) for x, scale in zip((k, v), scales or (None, None)))
         # weight zero times what an unwritten slot holds would still be a nan, if that is one
         written_M11 = (jnp.arange(k_MKD.shape[0]) < step.lengths_S[seq])[:, None, None]
         k_MKD, v_MKD = jnp.where(written_M11, k_MKD, 0), jnp.where(written_M11, v_MKD, 0)

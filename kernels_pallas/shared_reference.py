@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
-NEVER = -1e30  # a peak before any key
+from . import reference
+from .reference import HIDDEN, Tiles, keys_of, masked_scores
 
 
 class Part(NamedTuple):
@@ -29,17 +29,17 @@ def attend(
     order: str,
     step: Any,
     spec: Any,
-    sinks_KG: Any,
-    whole_TKGD: jax.Array,
+    sinks_KG: jax.Array | None,
+    tiles: Tiles,
     scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """`whole_TKGD`, attention without sharing, but with the rows of those that share a prefix made in two parts."""
+    """As reference.py's, but with the rows of those that share a prefix made in two parts; [T, K, G, Dv]."""
+    whole_TKGD = reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, tiles, scales)
     shared, table_SB = step.shared, step.block_tables_SB
+    if shared is None:
+        return whole_TKGD
     q_SKGD = q_TKGD[jnp.minimum(step.query_starts_S1[:-1], q_TKGD.shape[0] - 1)].astype(jnp.float32)
-    k_SMKD, v_SMKD = (rearrange(x[table_SB], f"s {order} -> s (n p) k d").astype(jnp.float32) for x in (k, v))
-    if scales is not None:
-        k_SMK1, v_SMK1 = (rearrange(x[table_SB], f"s {order[:-2]} -> s (n p) k 1") for x in scales)
-        k_SMKD, v_SMKD = k_SMKD * k_SMK1, v_SMKD * v_SMK1
+    k_SMKD, v_SMKD = (keys_of(x, scale, order, table_SB) for x, scale in zip((k, v), scales or (None, None)))
     key_M = jnp.arange(k_SMKD.shape[1])
     own_SM = (key_M >= shared.lengths_S[:, None]) & (key_M < step.lengths_S[:, None])
     own = attend_keys(q_SKGD[:, None], k_SMKD, v_SMKD, own_SM, spec)
@@ -50,7 +50,7 @@ def attend(
     once = attend_keys(q_WCKGD, k_SMKD[leader_W], v_SMKD[leader_W], prefix_WM, spec)
     # back to sequences: what a tile lacks of members is dropped, being out of bounds
     at_WC = jnp.where(shared.members_WC < 0, q_SKGD.shape[0], shared.members_WC)
-    rows = Part(jnp.full_like(parts[0].peak, NEVER), jnp.zeros_like(parts[0].total), jnp.zeros_like(parts[0].out))
+    rows = Part(jnp.full_like(parts[0].peak, HIDDEN), jnp.zeros_like(parts[0].total), jnp.zeros_like(parts[0].out))
     parts.append(Part(*(row.at[at_WC].set(x, mode="drop") for row, x in zip(rows, once, strict=True))))
     if sinks_KG is not None:
         # a key without a value
@@ -63,10 +63,8 @@ def attend(
 def attend_keys(q_WCKGD: jax.Array, k_WMKD: jax.Array, v_WMKD: jax.Array, seen_WM: jax.Array, spec: Any) -> Part:
     """All queries of a tile over the keys that it sees. What is not seen may hold anything."""
     scores = jnp.einsum("wckgd,wmkd->wckgm", q_WCKGD, k_WMKD, precision="highest") * spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * jnp.tanh(scores / spec.softcap)
     seen = seen_WM[:, None, None, None]
-    scores = jnp.where(seen, scores, NEVER)
+    scores = masked_scores(scores, seen, spec.softcap)
     peak = scores.max(-1)
     weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0)
     v_WMKD = jnp.where(seen_WM[..., None, None], v_WMKD, 0)

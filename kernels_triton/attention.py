@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cpu_attention, reference
+from . import cpu_attention, reference, shared_reference
 
 log = logging.getLogger("octavo")
 
@@ -48,7 +48,7 @@ def triton_supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: 
 
 
 IMPLEMENTATIONS = {
-    "reference": Implementation(reference.attend, reference.plan, supports_everything, scales=True, shares=True),
+    "reference": Implementation(shared_reference.attend, reference.plan, supports_everything, scales=True, shares=True),
     "cpu": Implementation(cpu_attention.attend, cpu_attention.plan, cpu_attention.supports, scales=True),
     "triton": Implementation(
         lambda *args: triton_room().attend(*args),

@@ -5,18 +5,17 @@ Letters beyond models/interface.py: W tiles, Q queries of a tile, M keys of a ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from einops import rearrange
 
-from . import shared_reference
-
 Tensor = torch.Tensor
 
 QUERIES = 16  # of a tile
 MEMORY = 1 << 23  # elements of gathered keys at a time
+HIDDEN = -1e30  # score of a key that is not seen: finite, so that a query which sees none stays a number
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,22 @@ def plan(step: Any, spec: Any, block_size: int) -> Tiles:
     return Tiles(seq_W, start_W, tile_T, within_T % queries, queries)
 
 
+def keys_of(x: Tensor, scale: Tensor | None, order: str, table_SB: Tensor) -> Tensor:
+    """The keys, or values, of block tables [..., B] as fp32 [..., M, K, D]; of a quantised cache times its scales.
+
+    `order` is that of x, and of `scale` without d.
+    """
+    found = rearrange(x[table_SB], f"... {order} -> ... (n p) k d").float()
+    return found if scale is None else found * rearrange(scale[table_SB], f"... {order[:-2]} -> ... (n p) k 1")
+
+
+def masked_scores(scores: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+    """Scores after softcap (Gemma 2, arXiv 2408.00118 section 2), invisible keys far below all others."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.where(visible, scores, HIDDEN)
+
+
 def attend(
     q_TKGD: Tensor,
     k: Tensor,
@@ -61,16 +76,10 @@ def attend(
 
     `scales`: of k and of v, in their order without d; what lies in the cache is times them.
     """
-    if step.shared is not None:
-        whole = attend(q_TKGD, k, v, order, replace(step, shared=None), spec, sinks_KG, tiles, scales)
-        return shared_reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, whole, scales)
 
     def some_tiles(seq_W: Tensor, start_W: Tensor) -> Tensor:
         table_WB = step.block_tables_SB[seq_W]
-        k_WMKD, v_WMKD = (rearrange(x[table_WB], f"w {order} -> w (n p) k d").float() for x in (k, v))
-        if scales is not None:
-            k_WMK1, v_WMK1 = (rearrange(x[table_WB], f"w {order[:-2]} -> w (n p) k 1") for x in scales)
-            k_WMKD, v_WMKD = k_WMKD * k_WMK1, v_WMKD * v_WMK1
+        k_WMKD, v_WMKD = (keys_of(x, scale, order, table_WB) for x, scale in zip((k, v), scales or (None, None)))
         token_WQ = start_W[:, None] + torch.arange(tiles.queries, device=q_TKGD.device)
         own_WQ = token_WQ < step.query_starts_S1[1:][seq_W][:, None]
         token_WQ = token_WQ.clamp_max(len(q_TKGD) - 1)
@@ -78,10 +87,7 @@ def attend(
         behind_WQM = step.positions_T[token_WQ][..., None] - keys_M
         visible_WQM = (behind_WQM >= 0) & (behind_WQM < (spec.window or 1 << 30)) & own_WQ[..., None]
         scores = torch.einsum("wqkgd,wmkd->wkgqm", q_TKGD[token_WQ].float(), k_WMKD) * spec.scale
-        if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        scores = scores.masked_fill(~visible_WQM[:, None, None], -1e30)
-        probs = softmax(scores, sinks_KG)
+        probs = softmax(masked_scores(scores, visible_WQM[:, None, None], spec.softcap), sinks_KG)
         seen_WM11 = visible_WQM.any(1)[..., None, None]
         return torch.einsum("wkgqm,wmkd->wqkgd", probs, torch.where(seen_WM11, v_WMKD, 0.0))
 

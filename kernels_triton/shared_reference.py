@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
+
+from . import reference
+from .reference import HIDDEN, Tiles, keys_of, masked_scores
 
 Tensor = torch.Tensor
-NEVER = -1e30  # a peak before any key
 
 
 class Part(NamedTuple):
@@ -19,7 +20,7 @@ class Part(NamedTuple):
 
     peak: Tensor  # [..., K, G]
     total: Tensor
-    out: Tensor  # [..., K, G, D]
+    out: Tensor  # [..., K, G, Dv]
 
 
 def attend(
@@ -30,16 +31,16 @@ def attend(
     step: Any,
     spec: Any,
     sinks_KG: Tensor | None,
-    whole_TKGD: Tensor,
+    tiles: Tiles,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`whole_TKGD`, attention without sharing, but with the rows of those that share a prefix made in two parts."""
+    """As reference.py's, but with the rows of those that share a prefix made in two parts; [T, K, G, Dv]."""
+    whole_TKGD = reference.attend(q_TKGD, k, v, order, step, spec, sinks_KG, tiles, scales)
     shared, table_SB, num_seqs = step.shared, step.block_tables_SB, len(step.lengths_S)
+    if shared is None:
+        return whole_TKGD
     q_SKGD = q_TKGD[step.query_starts_S1[:-1].clamp_max(len(q_TKGD) - 1)].float()
-    k_SMKD, v_SMKD = (rearrange(x[table_SB], f"s {order} -> s (n p) k d").float() for x in (k, v))
-    if scales is not None:
-        k_SMK1, v_SMK1 = (rearrange(x[table_SB], f"s {order[:-2]} -> s (n p) k 1") for x in scales)
-        k_SMKD, v_SMKD = k_SMKD * k_SMK1, v_SMKD * v_SMK1
+    k_SMKD, v_SMKD = (keys_of(x, scale, order, table_SB) for x, scale in zip((k, v), scales or (None, None)))
     key_M = torch.arange(k_SMKD.shape[1], device=q_TKGD.device)
     own_SM = (key_M >= shared.lengths_S[:, None]) & (key_M < step.lengths_S[:, None])
     own = attend_keys(q_SKGD[:, None], k_SMKD, v_SMKD, own_SM, spec)
@@ -51,7 +52,7 @@ def attend(
     # back to sequences: what a tile lacks of members goes to a row too many
     at_WC = torch.where(members_WC < 0, num_seqs, members_WC)
     parts = [Part(*(x[:, 0] for x in own))]
-    rows = Part(*(x.new_full((num_seqs + 1, *x.shape[2:]), fill) for x, fill in zip(once, (NEVER, 0, 0), strict=True)))
+    rows = Part(*(x.new_full((num_seqs + 1, *x.shape[2:]), fill) for x, fill in zip(once, (HIDDEN, 0, 0), strict=True)))
     parts.append(Part(*(row.index_put((at_WC,), x)[:num_seqs] for row, x in zip(rows, once, strict=True))))
     if sinks_KG is not None:
         # a key without a value
@@ -64,10 +65,8 @@ def attend(
 def attend_keys(q_WCKGD: Tensor, k_WMKD: Tensor, v_WMKD: Tensor, seen_WM: Tensor, spec: Any) -> Part:
     """All queries of a tile over the keys that it sees. What is not seen may hold anything."""
     scores = torch.einsum("wckgd,wmkd->wckgm", q_WCKGD, k_WMKD) * spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     seen = seen_WM[:, None, None, None]
-    scores = torch.where(seen, scores, NEVER)
+    scores = masked_scores(scores, seen, spec.softcap)
     peak = scores.amax(-1)
     weights = torch.where(seen, torch.exp(scores - peak[..., None]), 0.0)
     v_WMKD = torch.where(seen_WM[..., None, None], v_WMKD, 0.0)
