@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .ragged import HIDDEN, LOG2_E, Plan
+from .ragged import LOG2_E, Plan
+from .reference import HIDDEN
 
 ROWS = 64  # of a unit
 ALIGNED = 8  # TMA moves tiles of 8 rows: where one starts is a multiple of that

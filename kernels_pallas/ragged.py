@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 FILL = 512  # programs that keep an H200 busy: half or twice as many are 15-50 % slower
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x log2(e)): the hardware has exp2
-HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row which sees none of a tile stays a number
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from .ragged import HIDDEN, Prefixes, split_count
+from .ragged import Prefixes, split_count
+from .reference import HIDDEN
 from .triton_tiles import Keys, Sizes, attend_tile, load, mask_of, power_of_two, prefill_sizes, start
 
 FILL = 256  # programs that keep the device busy
@@ -66,16 +67,15 @@ def kernel(
 
 def attend(
     q_TKGD: jax.Array, k: jax.Array, v: jax.Array, table_SB: jax.Array, prefixes: Prefixes, *, order: str, spec: Any,
-    interpret: bool, sizes: Sizes | None = None, parts: int | None = None,
+    interpret: bool,
 ) -> list[jax.Array]:  # fmt: skip
     """Outputs [S, K, Z, G, Dv] not yet divided, maxima and sums [S, K, Z, G]. Of who shares nothing, never written."""
     (num_tiles, size), num_heads, groups = prefixes.members_WC.shape, *q_TKGD.shape[1:3]
-    if sizes is None:
-        sizes = prefill_sizes(spec, k.dtype.itemsize)
-        sizes = sizes._replace(rows=min(sizes.rows, power_of_two(size * groups)))
+    sizes = prefill_sizes(spec, k.dtype.itemsize)
+    sizes = sizes._replace(rows=min(sizes.rows, power_of_two(size * groups)))
     queries = min(size, sizes.rows // groups)
     num_seqs = prefixes.token_S.shape[0]
-    parts = parts or split_count(pl.cdiv(num_seqs, queries), num_heads, FILL, 16)
+    parts = split_count(pl.cdiv(num_seqs, queries), num_heads, FILL, 16)
     some = (num_seqs, num_heads, parts, groups)
     return pl.pallas_call(
         functools.partial(kernel, spec=spec, order=order, sizes=sizes, queries=queries),

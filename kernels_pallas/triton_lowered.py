@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from . import shared_prefix
-from .ragged import FILL, HIDDEN, Plan, Prefixes, Rows, Tiles, split_count
+from .ragged import FILL, Plan, Prefixes, Rows, Tiles, split_count
+from .reference import FAR, HIDDEN
 from .triton_tiles import (
     CACHES,
-    FAR,
     Keys,
     Sizes,
     attend_tile,
@@ -180,7 +180,7 @@ def work_of(length_I: jax.Array, window: int | None, num_heads: int, n: int, mos
 
 
 # programs of their own, so that a step's layers are traced and lowered once
-@functools.partial(jax.jit, static_argnames=("order", "spec", "interpret", "sizes", "parts"))
+@functools.partial(jax.jit, static_argnames=("order", "spec", "interpret", "parts"))
 def decode(
     q_TKGD: jax.Array,
     k: jax.Array,
@@ -193,12 +193,11 @@ def decode(
     order: str,
     spec: Any,
     interpret: bool = False,
-    sizes: Sizes | None = None,
     parts: int | None = None,
 ) -> jax.Array:
     """Outputs of the rows, [I, K, G, Dv]; zeros where a row is none. `prefixes` are read once for all their members."""
     num_rows, (num_heads, groups) = rows.seq_I.shape[0], q_TKGD.shape[1:3]
-    sizes = sizes or decode_sizes(spec, k.dtype.itemsize)
+    sizes = decode_sizes(spec, k.dtype.itemsize)
     # a step of few rows may have one alone, whose keys are to keep the whole device busy
     few, work = parts is None and prefixes is None and num_rows <= FEW, None
     parts = parts or split_count(1 if few else num_rows, num_heads)
@@ -290,7 +289,7 @@ def prefill_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, queries: int
     plt.store(at, out_MD, mask=mask_of(real_M, dv_D, spec.v_dim, sizes.rows))
 
 
-@functools.partial(jax.jit, static_argnames=("order", "spec", "interpret", "sizes"))
+@functools.partial(jax.jit, static_argnames=("order", "spec", "interpret"))
 def prefill(
     q_TKGD: jax.Array,
     k: jax.Array,
@@ -302,10 +301,9 @@ def prefill(
     order: str,
     spec: Any,
     interpret: bool = False,
-    sizes: Sizes | None = None,
 ) -> jax.Array:
     """Outputs of the tiles' queries, [T, K, G, Dv]. What belongs to no tile is not written. Tiles: of M / G queries."""
-    sizes = sizes or prefill_sizes(spec, k.dtype.itemsize)
+    sizes = prefill_sizes(spec, k.dtype.itemsize)
     kernel = functools.partial(
         prefill_kernel,
         spec=spec,
