@@ -157,9 +157,9 @@ def gated_mlp_act(x_TXF: Tensor) -> Tensor:
     return out
 
 
-def turns(q_TKGD: Tensor, order: str) -> bool:
-    """Whether rope_write knows the order of the pools, and the numbers of a head lie together."""
-    return order in PLACES and q_TKGD.stride(-1) == 1
+def serves(q_TKGD: Tensor, pools: dict[str, Tensor], order: str, rope: Any) -> bool:
+    """Whether rope_write knows these arrays: heads that turn and lie together, and pools of nothing but k and v."""
+    return rope is not None and set(pools) == {"k", "v"} and order in PLACES and q_TKGD.stride(-1) == 1
 
 
 def rope_write(

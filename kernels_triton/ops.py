@@ -226,7 +226,7 @@ class TorchOps:
 
         Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
         """
-        if fused and rope is not None and q_TKGD.is_cuda and fused.turns(q_TKGD, order):
+        if fused and q_TKGD.is_cuda and fused.serves(q_TKGD, pools, order, rope):
             pools = {name: x.clone() for name, x in pools.items()} if self.pure else pools
             return fused.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step), pools
         if rope is not None:

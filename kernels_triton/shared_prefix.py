@@ -17,7 +17,6 @@ from .attention_kernels import NEVER, attend_tiles, share
 
 Tensor = torch.Tensor
 
-TILE = 32  # members of a tile, as engine/shared_prefixes.py lays them out
 FILL = 2  # programs a multiprocessor that a step in which all share one prefix should have
 MAX_PARTS = 32  # of a sequence: half at most of what it shares, half of its own
 
@@ -69,9 +68,9 @@ def prefix(
         tl.store(sums + row_M, sum_M, mask=own_M)
 
 
-def num_splits(programs: int, keys: int, processors: int) -> int:
-    """How many programs share a tile's keys, if every sequence of the step is in a full tile."""
-    return max(1, min(MAX_PARTS // 2, FILL * processors // max(1, programs // TILE), -(-keys // 128)))
+def num_splits(programs: int, keys: int, processors: int, least: int) -> int:
+    """How many programs share a tile's keys, of which each has `least`, or all. `programs`: full tiles times heads."""
+    return max(1, min(MAX_PARTS // 2, FILL * processors // max(1, programs), -(-keys // least)))
 
 
 def launch(

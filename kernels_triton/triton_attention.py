@@ -12,6 +12,7 @@ import triton
 from . import attention_kernels as kernels
 from . import shared_prefix
 from .early import early
+from .fused import PLACES
 
 Tensor = torch.Tensor
 
@@ -19,7 +20,6 @@ MAX_SPLITS = 64
 LEAST_KEYS = 128  # of a split: with fewer, putting the splits together costs more
 CHUNKS = 32  # sequences of several tokens that a step is expected to have
 RESIDENT = 4  # decode programs that a multiprocessor holds at a time
-PLACES = {order: tuple(order.split().index(a) for a in "npk") for order in ("n p k d", "n k p d")}
 # without a GPU, in the interpreter: so that splits and their reduction are run there too
 INTERPRETED_PROCESSORS = 2
 
@@ -163,7 +163,8 @@ def launch_decode(
     splits, shared = num_splits(num_seqs * heads, keys, q.device), step.shared
     num_parts = splits = splits if shared is None else min(splits, shared_prefix.MAX_PARTS // 2)
     if shared is not None:
-        num_parts += shared_prefix.num_splits(num_seqs * heads, keys, num_processors(q.device))
+        full = num_seqs * heads // shared.members_WC.shape[1]
+        num_parts += shared_prefix.num_splits(full, keys, num_processors(q.device), LEAST_KEYS)
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
     prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": LEAST_KEYS}
     if num_parts > 1:
@@ -178,7 +179,7 @@ def launch_decode(
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
-        rows = min(prefill_tiling(spec, q.dtype).rows, shared_prefix.TILE * triton.next_power_of_2(group))
+        rows = min(prefill_tiling(spec, q.dtype).rows, shared.members_WC.shape[1] * triton.next_power_of_2(group))
         shared_prefix.launch(
             q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
             Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), LEAST_KEYS,

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from octavo.engine.shared_prefixes import TILE
 from octavo.kernels_triton import (
     attention_kernels,
     derive,
@@ -107,7 +108,7 @@ def main() -> None:
         most = shared_prefix.MAX_PARTS if shared else triton_attention.MAX_SPLITS
         compile(name, attention_kernels.reduce, rows | {"Z": most, "SHARED": shared})
     tile = triton_attention.prefill_tiling(SPEC, torch.bfloat16)
-    constants = ATTENTION | least | {"GP": 4, "C": shared_prefix.TILE, "M": tile.rows, "N": tile.keys}
+    constants = ATTENTION | least | {"GP": 4, "C": TILE, "M": tile.rows, "N": tile.keys}
     compile("prefix", shared_prefix.prefix, constants, tile.num_warps, tile.num_stages)
     constants = ATTENTION | {"GP": 4, "M": tile.rows, "N": tile.keys}
     compile("prefill", attention_kernels.prefill, constants, tile.num_warps, tile.num_stages)

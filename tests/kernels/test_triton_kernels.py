@@ -16,7 +16,9 @@ from kernels.test_attention import attend, backend_of, expected, make_batch
 from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
+from octavo.engine import shared_prefixes
 from octavo.kernels_triton import fused
+from octavo.kernels_triton.ops import TorchOps
 from octavo.models.interface import Rope, Step
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -46,6 +48,11 @@ def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str)
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
     # padding is defined, so that no nan spreads from it
     assert not out[len(want) :].any()
+
+
+def test_a_tile_of_a_shared_prefix_has_as_many_members_as_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "TILE", 4)
+    test_attention_equals_float64_and_writes_every_row(SHARED[4], "n p k d")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -116,6 +123,19 @@ def test_rope_and_write(heads: int, group: int, dim: int, order: str) -> None:
     out = fused.rope_write(q, k, v, rope, *pools, order, step)
     for got, expect in zip((out, *pools), (turned(q), *want)):
         torch.testing.assert_close(got.double(), expect, rtol=0, atol=tolerance("float32", "op"))
+
+
+def test_pools_of_more_than_keys_and_values_are_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel knows those two alone."""
+    q, k, v = views(np.random.default_rng(4), 1, 2, 1, 16)
+    pools = {name: torch.zeros(2, 4, 2, 16) for name in "kv"} | {"note": torch.zeros(2, 4, 2)}
+    empty, at = torch.zeros(0, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    step = Step(empty, empty, empty, empty, at, at, empty, empty, empty, False, {}, {})
+    rope = Rope(torch.zeros(1, 8), torch.ones(1, 8), torch.zeros(1, 8))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    new = {"k": k, "v": v, "note": torch.full((1, 2), 5.0)}
+    _, pools = TorchOps().rope_write(q, new, rope, pools, "n p k d", step)
+    assert torch.equal(pools["k"][1, 1], k[0]) and pools["note"][1, 1].tolist() == [5.0, 5.0]
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
