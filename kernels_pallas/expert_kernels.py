@@ -78,11 +78,18 @@ def cut(ids_TC: jax.Array, num_experts: int, rows: int) -> Blocks:
     return Blocks(order_P, jnp.where(expert_B < num_experts, expert_B, -1), first_B, end_B)
 
 
-def rows_of(blocks: Any, block: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def part_of(size: int, sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a program of a product makes: (block, its columns [N], which of them are among the `size` there are [N])."""
+    tiles = pl.cdiv(size, sizes.columns)
+    block, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
+    column_N = tile * sizes.columns + jnp.arange(sizes.columns)
+    return block, column_N, column_N < size
+
+
+def rows_of(order_ref: Any, first: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(places among the sorted [M], which of them are the block's [M], their pairs [M])."""
-    order_ref, _, first_ref, end_ref = blocks
-    place_M = first_ref[block] + jnp.arange(rows)
-    live_M = place_M < end_ref[block]
+    place_M = first + jnp.arange(rows)
+    live_M = place_M < end
     # where masked, past the end: the interpreter writes a masked element back, which must not meet a real one
     place_M = jnp.where(live_M, place_M, order_ref.shape[0])
     return place_M, live_M, plt.load(order_ref.at[place_M], mask=live_M, other=0)
@@ -94,16 +101,12 @@ def load(ref: Any, row_M: jax.Array, column_N: jax.Array, row_mask: Any, column_
 
 def up_kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, w_ref, act_ref, *, chosen: int, sizes: Sizes) -> None:
     """act = silu(x gate) * (x up), rows in sorted order. One block of rows, N columns of both products."""
-    depth, size = x_ref.shape[1], act_ref.shape[1]
-    tiles = pl.cdiv(size, sizes.columns)
-    block, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
+    depth, (block, column_N, inside_N) = x_ref.shape[1], part_of(act_ref.shape[1], sizes)
     expert = expert_ref[block]
 
     @pl.when(expert >= 0)
     def _() -> None:
-        place_M, live_M, pair_M = rows_of((order_ref, expert_ref, first_ref, end_ref), block, sizes.rows)
-        column_N = tile * sizes.columns + jnp.arange(sizes.columns)
-        inside_N = column_N < size
+        place_M, live_M, pair_M = rows_of(order_ref, first_ref[block], end_ref[block], sizes.rows)
 
         def step(j: jax.Array, carry: tuple) -> tuple:
             k = j * sizes.depth + jnp.arange(sizes.depth)
@@ -123,16 +126,12 @@ def up_kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, w_ref, act_ref, 
 
 def down_kernel(order_ref, expert_ref, first_ref, end_ref, act_ref, w_ref, y_ref, *, sizes: Sizes) -> None:
     """y = act down, a row a pair, in the order of pairs. One block of rows, N columns."""
-    depth, size = act_ref.shape[1], y_ref.shape[1]
-    tiles = pl.cdiv(size, sizes.columns)
-    block, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
+    depth, (block, column_N, inside_N) = act_ref.shape[1], part_of(y_ref.shape[1], sizes)
     expert = expert_ref[block]
 
     @pl.when(expert >= 0)
     def _() -> None:
-        place_M, live_M, pair_M = rows_of((order_ref, expert_ref, first_ref, end_ref), block, sizes.rows)
-        column_N = tile * sizes.columns + jnp.arange(sizes.columns)
-        inside_N = column_N < size
+        place_M, live_M, pair_M = rows_of(order_ref, first_ref[block], end_ref[block], sizes.rows)
 
         def step(j: jax.Array, total: jax.Array) -> jax.Array:
             k = j * sizes.depth + jnp.arange(sizes.depth)
@@ -181,6 +180,10 @@ def experts(
 
     act_PF = call(functools.partial(up_kernel, chosen=chosen), first, size, x_TE.astype(dtype), gate_up_XEXF)
     y_TCE = call(down_kernel, second, embed_dim, act_PF, down_XFE).reshape(num_tokens, chosen, embed_dim)
-    # rows of no expert were never written
+    return weighted_sum(y_TCE, weights_TC, ids_TC, num_experts)
+
+
+def weighted_sum(y_TCE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, num_experts: int) -> jax.Array:
+    """[T, E] in float32: what a token's experts made of it, by weight. Of no expert, it may be anything."""
     here_TC1 = (ids_TC < num_experts)[..., None]
     return jnp.where(here_TC1, y_TCE.astype(jnp.float32) * weights_TC[..., None], 0).sum(1)

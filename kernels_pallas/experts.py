@@ -41,12 +41,12 @@ def sort_pairs(ids_TC: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Arra
     return order_P, before_PX.sum(0, dtype=jnp.int32)
 
 
-def combine(y_PE: jax.Array, order_P: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, num_experts: int) -> Any:
-    """The rows of sorted pairs, summed for each token by weight, in float32. Rows of no expert may hold anything."""
+def combine(
+    y_PE: jax.Array, order_P: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, num_experts: int
+) -> jax.Array:
+    """The rows of sorted pairs, summed for each token by weight: [T, E] in float32."""
     place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.shape[0], dtype=order_P.dtype))
-    y_TCE = y_PE[place_P].reshape(*ids_TC.shape, -1).astype(jnp.float32)
-    here_TC1 = (ids_TC < num_experts)[..., None]
-    return jnp.where(here_TC1, y_TCE * weights_TC[..., None], 0).sum(1)
+    return expert_kernels.weighted_sum(y_PE[place_P].reshape(*ids_TC.shape, -1), weights_TC, ids_TC, num_experts)
 
 
 def by_blocks(
