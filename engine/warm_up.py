@@ -47,12 +47,8 @@ def padding(runner: Runner, seqs: int, tokens: int, decode: bool, width: int) ->
 
 def _updates(runner: Runner) -> Iterator[Call]:
     """Admitting, and moving blocks."""
-    shapes, filler, groups, rows = (
-        runner.shapes,
-        partial(_filler, runner.scratch),
-        len(runner.tables),
-        runner.cache.rows,
-    )
+    shapes, filler = runner.shapes, partial(_filler, runner.scratch)
+    groups, rows = len(runner.tables), runner.cache.rows
     for n in shapes.admitted:
         for known in shapes.known:
             yield runner.set_rows, (rows, *row_values((filler(known),) * n, shapes, runner.scratch))
