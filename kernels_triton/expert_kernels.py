@@ -281,7 +281,7 @@ def experts(
 ) -> Tensor:
     """[T, E] of `dtype`: the weighted sum of each token's experts, and `add_TE`. Reference: experts.py.
 
-    Sums are in float32; what an expert makes of a token is rounded to x's dtype before it is added up.
+    Sums are in float32; what an expert makes of a token is rounded to the weights' dtype before it is added up.
     """
     num_experts, embed_dim, _, size = gate_up_XEXF.shape
     (num_tokens, chosen), num_pairs, x_TE = ids_TC.shape, ids_TC.numel(), x_TE.to(gate_up_XEXF.dtype)

@@ -49,12 +49,11 @@ def counters(device: torch.device) -> Tensor:
 @cache
 def tiling_of(num_rows: int, depth: int, width: int, gate: bool, device: torch.device) -> Tiling | None:
     """The tiles of a product of so many rows with a weight [depth, width]; None: cuBLAS does it better."""
-    rules = TABLE.get(device_name(device), TABLE["any"])
+    rules = TABLE.get(device_name(device), {})
     fits = [most for most in rules if num_rows <= most]
     if not fits:
         return None
-    rule = rules[min(fits)]
-    found = rule.get((depth, width, gate), rule.get("any"))
+    found = rules[min(fits)].get((depth, width, gate))
     return None if found is None else Tiling(*found)
 
 

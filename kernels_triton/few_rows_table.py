@@ -1,12 +1,11 @@
 """Tiles of few_rows.py as measured (benchmarks/few_rows.py), by device.
 
-A device's entry: the most rows that a rule is for, then (depth, width, gate) or "any", then a Tiling; None: cuBLAS.
+A device's entry: the most rows that a rule is for, then (depth, width, gate), then a Tiling. None, or nothing: cuBLAS.
 """
 
 from __future__ import annotations
 
 TABLE: dict = {
-    "any": {},
     "NVIDIA H200": {
         4: {
             (4096, 6144, False): None,
