@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+# run as a file: its own folder is on the path
+from common import make_step
+
 from octavo.engine.backend import get_backend
 from octavo.models.interface import ArraySpec, AttentionSpec, Step
 
@@ -37,29 +40,17 @@ CASES = {
 }
 
 
-def make_step(backend: Any, computed: list[int], counts: list[int], widen: int) -> tuple[Step, int]:
-    """The step and how many blocks its cache needs."""
-    lengths = np.array(computed) + counts
-    width = -(-int(max(lengths)) // BLOCK) * widen
-    blocks = np.random.default_rng(0).permutation(len(counts) * width).reshape(len(counts), width) + 1
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    seq = np.repeat(np.arange(len(counts)), counts)
-    positions = np.array(computed)[seq] + np.arange(len(seq)) - starts[seq]
-
-    def place(x: np.ndarray) -> Any:
-        return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, "int32"))
-
-    step = Step(
-        token_ids_T=place(0 * seq), positions_T=place(positions), seq_ids_T=place(seq), is_real_T=place(seq >= 0),
-        blocks_T=place(blocks[seq, positions // BLOCK]), offsets_T=place(positions % BLOCK), lengths_S=place(lengths),
-        query_starts_S1=place(starts), block_tables_SB=place(blocks), decode=max(counts) == 1, ropes={}, extra={},
-    )  # fmt: skip
-    return step, blocks.size + 1
+def tables_of(computed: list[int], counts: list[int], widen: int) -> np.ndarray:
+    """Block tables [S, B], in random order, `widen` times as wide as the longest sequence needs."""
+    width = -(-max(map(sum, zip(computed, counts, strict=True))) // BLOCK) * widen
+    return np.random.default_rng(0).permutation(len(counts) * width).reshape(len(counts), width) + 1
 
 
 def measure(backend: Any, case: tuple, order: str, repeat: int) -> dict[str, float]:
     """Milliseconds of one op."""
-    step, num_blocks = make_step(backend, *case)
+    computed, counts, widen = case
+    tables = tables_of(computed, counts, widen)
+    step, num_blocks = make_step(backend, tables, computed, counts, BLOCK), tables.size + 1
     rng = np.random.default_rng(0)
     shape = (num_blocks, BLOCK, KV_HEADS, DIM) if order == "n p k d" else (num_blocks, KV_HEADS, BLOCK, DIM)
 
@@ -75,7 +66,7 @@ def measure(backend: Any, case: tuple, order: str, repeat: int) -> dict[str, flo
 
     run = backend.compile(program, ("caches", "q", "step"), ("q", "caches"), consumes="caches")
     caches = [(normal(*shape), normal(*shape)) for _ in range(LAYERS)]
-    q, wall, cpu = normal(sum(case[1]), KV_HEADS, GROUP, DIM), [], []
+    q, wall, cpu = normal(sum(counts), KV_HEADS, GROUP, DIM), [], []
     for n in range(repeat + 1):
         started, worked = time.perf_counter(), time.process_time()
         out, caches = run(caches, q, step)

@@ -14,12 +14,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from common import software
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.loading.aliases import fetch
@@ -77,9 +77,8 @@ def measure(runs: dict[str, Run], repeats: int) -> dict[str, dict[str, float]]:
 
 
 def machine() -> dict[str, Any]:
-    names = ("octavo", "torch", "transformers", "jax", "numpy")
-    return {"date": time.strftime("%Y-%m-%d"), "cores": torch.get_num_threads(), "cpu": platform.processor(),
-            "python": platform.python_version(), "versions": {n: version(n) for n in names}}  # fmt: skip
+    of_software = software("octavo", "torch", "transformers", "jax", "numpy")
+    return {"cores": torch.get_num_threads(), "cpu": platform.processor()} | of_software
 
 
 def main() -> None:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 # run as a file: its own folder is on the path
+from common import gpu, software
 from workloads import CONFIGS, NAMES, workload, write_config
 
 # vLLM 0.26.0 on the same card and workloads, and what we want to reach on torch and on JAX
@@ -92,10 +91,7 @@ class Results:
 
 def machine(backend: str) -> dict[str, Any]:
     names = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib")}[backend]
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-                         capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
-    return {"date": time.strftime("%Y-%m-%d"), "gpu": gpu, "python": platform.python_version(),
-            "versions": {n: version(n) for n in (*names, "numpy")}}  # fmt: skip
+    return {"gpu": gpu("name", "driver_version")} | software(*names, "numpy")
 
 
 def start(backend: str, model: str, **more: Any) -> Any:

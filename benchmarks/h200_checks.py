@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from common import make_step
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.backend import get_backend
@@ -25,8 +26,6 @@ REPEATED = 1031  # blocks of different numbers; a prime
 
 def check(backend: str) -> dict[str, Any]:
     """Greedy fp32 tokens of a small random model on the GPU are those of the CPU, in both layouts; raises if not."""
-    from octavo.models.registry import spec_from_hf  # noqa: F401  (imports what a start-up would)
-
     model = llama.spec(SMALL)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 512, n).tolist() for n in (1, 7, 40, 130, 9, 64, 3, 200)]
@@ -100,7 +99,7 @@ def measure(backend: Any, seqs: int, length: int, decode: bool, cache: str | Non
     count = 1 if decode else length
     layers = max(2, min(32, int(6e9 / (seqs * length * HEADS * DIM * 4)))) if decode else 2
     tables = np.random.default_rng(0).permutation(seqs * width).reshape(seqs, width).astype(np.int32) + 1
-    step = make_step(backend, tables, seqs, length, count)
+    step = make_step(backend, tables, [length - count] * seqs, [count] * seqs, BLOCK)
     rng = np.random.default_rng(1)
     small = [rng.standard_normal((REPEATED, BLOCK, HEADS, DIM), np.float32) for _ in "kv"]
     shape = (seqs * width + 1, BLOCK, HEADS, DIM)
@@ -183,20 +182,6 @@ def relative_error(out: np.ndarray, q: np.ndarray, pools: Any, tables: np.ndarra
     if not worst < 1e-2:
         raise SystemExit(f"attention over {tables.shape[0]} x {length}: relative error {worst}")
     return round(worst, 5)
-
-
-def make_step(backend: Any, tables: np.ndarray, seqs: int, length: int, count: int) -> Step:
-    def place(x: np.ndarray) -> Any:
-        return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, "int32"))
-
-    seq = np.repeat(np.arange(seqs), count)
-    positions = length - count + np.arange(seqs * count) % count
-    return Step(
-        token_ids_T=place(0 * seq), positions_T=place(positions), seq_ids_T=place(seq), is_real_T=place(seq >= 0),
-        blocks_T=place(tables[seq, positions // BLOCK]), offsets_T=place(positions % BLOCK),
-        lengths_S=place(np.full(seqs, length)), query_starts_S1=place(np.arange(seqs + 1) * count),
-        block_tables_SB=place(tables), decode=count == 1, ropes={}, extra={},
-    )  # fmt: skip
 
 
 CHECKS = {"check": check, "attention": attention}

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import gpu
 from workloads import CONFIGS
 
 COPY = 4.3e12  # bytes a second, of a large copy on an H200
@@ -119,13 +120,6 @@ def draw(path: Path) -> None:
         figure.savefig(path.with_name(f"{path.stem}_{along}.png"), dpi=90)
 
 
-def gpu() -> str:
-    import subprocess
-
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
@@ -147,7 +141,7 @@ def main() -> None:
 def save(path: Path, llm: Any, backend: str, model: str, machine: dict[str, Any], seconds: float) -> None:
     """Measures and writes the JSON file that `draw` reads."""
     found = measure_all(llm, CONFIGS[model], seconds)
-    value = {"backend": backend, "model": model, "gpu": gpu(), "machine": machine, "points": found}
+    value = {"backend": backend, "model": model, "gpu": gpu("name"), "machine": machine, "points": found}
     path.write_text(json.dumps(value, indent=1))
 
 

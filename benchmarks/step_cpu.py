@@ -16,9 +16,9 @@ import numpy as np
 
 from octavo.engine.backend import get_backend
 from octavo.engine.batch import Shapes
+from octavo.engine.loading.weights import dummy_weights
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.runner import Runner
-from octavo.models.interface import ArraySpec, map_tree
 from octavo.models.layouts.paged import HeadMajor, TokenMajor
 from octavo.models.llama import LlamaConfig, spec
 from octavo.models.rope import RopeConfig
@@ -26,19 +26,6 @@ from octavo.models.sampling import PARAMS
 
 SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, 2048, RopeConfig(theta=100_000.0), tied=True)
 LAYOUTS = {"token": TokenMajor, "head": HeadMajor}
-
-
-def random_weights(model, backend):
-    """Weights of small normal values; those that the model computes itself as they are."""
-    rng = np.random.default_rng(0)
-
-    def make(s: ArraySpec, source):
-        if s.init == "host":
-            return backend.place(source, s)
-        x = np.ones(s.shape, np.float32) if s.init == "ones" else rng.standard_normal(s.shape, np.float32) * 0.02
-        return backend.place_weight(x, s)
-
-    return map_tree(make, model.weights, model.checkpoint)
 
 
 def make_runner(args) -> Runner:
@@ -52,7 +39,7 @@ def make_runner(args) -> Runner:
     budget = max([*args.prefill, rows])
     shapes = Shapes.chain(rows, budget, length, args.block_size, model.vocab_size, exact=exact)
     return Runner(
-        backend, model, layout, random_weights(model, backend), num_blocks=[1 + rows * blocks], max_num_seqs=rows,
+        backend, model, layout, dummy_weights(model, backend), num_blocks=[1 + rows * blocks], max_num_seqs=rows,
         max_model_len=length, shapes=shapes,
     )  # fmt: skip
 
