@@ -60,7 +60,10 @@ def join(config: EngineConfig, weights: Any) -> World | None:
     if executor == "external_launcher" and launched is None:
         raise ValueError("distributed_executor_backend='external_launcher': start this script with torchrun, or call "
                          "jax.distributed.initialize first")  # fmt: skip
-    if launched is not None and executor != "mp" and (size > 1 or executor is not None):
+    if launched is not None and executor == "uni" and size > 1:
+        raise ValueError(f"distributed_executor_backend='uni': this is one of {launched[1]} processes that "
+                         "jax.distributed joined, and all of them take part: leave it out")  # fmt: skip
+    if launched is not None and (executor == "external_launcher" or (executor is None and size > 1)):
         return _launched_world(config, *launched)
     if size == 1 or executor == "uni" or (config.backend == "jax" and executor is None):
         return None
@@ -102,8 +105,9 @@ def _launched_world(config: EngineConfig, rank: int, num_processes: int, local_r
 
         board = Board(launched_store())
     else:
-        from .world_jax import Board
+        from .world_jax import Board, check_devices
 
+        check_devices(config.num_shards)
         board = Board()
     if rank:
         address, key = pickle.loads(board.read())

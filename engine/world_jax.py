@@ -45,6 +45,13 @@ def world() -> tuple[int, int, int] | None:
     return jax.process_index(), jax.process_count(), 0
 
 
+def check_devices(size: int) -> None:
+    """Raises ValueError unless the processes' devices are as many as the configuration asks for: none may stand by."""
+    if (there := jax.device_count()) != size:
+        raise ValueError(f"{jax.process_count()} JAX processes have {there} devices, and tensor_parallel_size {size} "
+                         "needs all of them, and no more")  # fmt: skip
+
+
 class Board:
     """What rank 0 tells the others before they have a line to it."""
 
