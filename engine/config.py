@@ -12,7 +12,7 @@ from typing import Any
 from ..models.interface import CacheLayout, ModelSpec
 from ..models.keeps import keeps_of
 from ..models.logit_edits import LogitsProcessor
-from ..sharding.rules import ShardingRules, as_tuple, check_known, preset
+from ..sharding.rules import ShardingRules, as_tuple, check_known, preset, with_replicas
 from .arguments import ALIASES, HINTS, LATER, WORKING, legal_block_size
 from .backend import resolve_backend
 from .checks import check_names
@@ -103,9 +103,15 @@ class EngineConfig:
     @property
     def rules(self) -> ShardingRules:
         """Which mesh axis shares which logical axis."""
-        if self.sharding_rules is not None:
-            return self.sharding_rules
-        return preset(self.mesh_shape, self.enable_expert_parallel)
+        rules = self.sharding_rules
+        if rules is None:
+            rules = preset(self.mesh_shape, self.enable_expert_parallel)
+        return with_replicas(rules, self.mesh_shape)
+
+    @property
+    def num_joint(self) -> int:
+        """Replicas that step together, because experts are shared out over them; 1: each steps alone."""
+        return self.data_parallel_size if "replicas" in self.rules else 1
 
     @property
     def num_dealt(self) -> int:

@@ -244,13 +244,26 @@ class JaxOps:
     ) -> jax.Array:  # fmt: skip
         """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
 
-        Experts may be shared out over "experts", and the inside of each over "expert_mlp".
+        Experts may be shared out over "experts", and the inside of each over "expert_mlp": also over mesh axes along
+        which tokens are others ("replicas"), whose tokens all meet here.
         """
+        dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
+        apart = tuple(name for name in spread if name in self.shards("replicas"))
+        if apart:
+            x_TE = jax.lax.all_gather(x_TE, apart, tiled=True)
+            # as one array: what it costs is to talk at all
+            both_T2C = jnp.concatenate([jax.lax.bitcast_convert_type(weights_TC, jnp.int32), ids_TC], 1)
+            both_T2C = jax.lax.all_gather(both_T2C, apart, tiled=True)
+            weights_TC, ids_TC = jnp.split(both_T2C, 2, 1)
+            weights_TC = jax.lax.bitcast_convert_type(weights_TC, jnp.float32)
         if self.shards("experts"):
             ids_TC = self._local_experts(ids_TC, gate_up_XEXF.shape[0])
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, mode=self.mode)
-        y_TE = self.psum(y_TE, "experts", "expert_mlp").astype(x_TE.dtype)
-        y_TE = self.constrain(y_TE, (None, None), (None, None))
+        if apart:
+            y_TE = jax.lax.psum_scatter(y_TE, apart, tiled=True)
+        if rest := tuple(name for name in spread if name not in apart):
+            y_TE = jax.lax.psum(y_TE, rest)
+        y_TE = self.constrain(y_TE.astype(dtype), (None, None), (None, None))
         return y_TE if add is None else add + y_TE
 
     def _local_experts(self, ids_TC: jax.Array, here: int) -> jax.Array:

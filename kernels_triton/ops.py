@@ -177,14 +177,26 @@ class TorchOps:
     ) -> Tensor:  # fmt: skip
         """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
 
-        Experts may be shared out over "experts", and the inside of each over "expert_mlp".
+        Experts may be shared out over "experts", and the inside of each over "expert_mlp": also over mesh axes along
+        which tokens are others ("replicas"), whose tokens all meet here.
         """
+        dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
+        if not spread:
+            return experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, add, dtype)
+        apart = tuple(name for name in spread if name in self.shards("replicas"))
+        if apart:
+            x_TE = self.mesh.all_gather(x_TE, apart, 0)
+            # as one array: what it costs is to talk at all
+            both_T2C = self.mesh.all_gather(torch.cat([weights_TC.view(torch.int32), ids_TC.int()], 1), apart, 0)
+            weights_TC, ids_TC = both_T2C[:, : ids_TC.shape[1]].view(torch.float32), both_T2C[:, ids_TC.shape[1] :]
         if self.shards("experts"):
             ids_TC = self._local_experts(ids_TC, len(gate_up_XEXF))
-        args = x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE
-        if not self.shards("experts", "expert_mlp"):
-            return experts(*args, add, x_TE.dtype)
-        y_TE = self.psum(experts(*args, None, torch.float32), "experts", "expert_mlp").to(x_TE.dtype)
+        y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, None, torch.float32)
+        if apart:
+            y_TE = self.mesh.reduce_scatter(y_TE, apart)
+        if rest := tuple(name for name in spread if name not in apart):
+            y_TE = self.mesh.all_reduce(y_TE, rest)
+        y_TE = y_TE.to(dtype)
         return y_TE if add is None else add + y_TE
 
     def _local_experts(self, ids_TC: Tensor, here: int) -> Tensor:

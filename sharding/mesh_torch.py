@@ -73,6 +73,15 @@ class TorchMesh:
         self._note("all-gather", names, whole)
         return whole
 
+    def reduce_scatter(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """This process's rows of the sum of x over these axes. x has as many rows for each process."""
+        if self.size(names) == 1:
+            return x
+        own = x.new_empty((x.shape[0] // self.size(names), *x.shape[1:]))
+        self._group(names)._reduce_scatter_base(own, x.contiguous()).wait()
+        self._note("reduce-scatter", names, own)
+        return own
+
     def abort(self) -> None:
         """Ends what is under way, so that nobody waits for a process that is gone. The mesh is of no use afterwards."""
         for group in self.groups.values():

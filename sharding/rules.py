@@ -22,6 +22,8 @@ TENSOR = {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
 LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp")
 # axes of arrays, or of lists of them, for which there is no rule that a program could follow
 WHOLE = {"blocks": "each device holds all", "layers": "pipeline_parallel_size shares them"}
+# where experts lie on several replicas' devices, each replica's tokens go to all of them, and "replicas" are an axis
+EXPERT_AXES = ("experts", "expert_mlp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,14 @@ def preset(mesh_shape: Mapping[str, int], expert_parallel: bool = False) -> Shar
     return ShardingRules(rules)
 
 
+def with_replicas(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> ShardingRules:
+    """The rules; where replicas share experts, one more: what each replica has of its own is shared out over dp."""
+    shared = {name for axis in EXPERT_AXES for name in as_tuple(rules.get(axis))}
+    if mesh_shape.get("dp", 1) == 1 or "dp" not in shared:
+        return rules
+    return ShardingRules({**rules, "replicas": "dp"})
+
+
 def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
     """Raises ValueError for a logical axis that no array has or that stays whole, or a mesh axis that no mesh has."""
     for axis, names in rules.items():
@@ -83,6 +93,9 @@ def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
         for name in as_tuple(names):
             if name not in mesh_shape:
                 raise ValueError(f"sharding_rules: {axis!r} goes to {name!r}: mesh axes are {', '.join(mesh_shape)}")
+            if name == "dp" and axis not in EXPERT_AXES:
+                can = " and ".join(EXPERT_AXES)
+                raise ValueError(f"sharding_rules: {axis!r} goes to 'dp', where tokens are others: {can} can go there")
 
 
 class Place(Protocol):
