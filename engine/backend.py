@@ -65,6 +65,10 @@ class Backend(Protocol):
         """fn, called with ops, as a program. The argument named by `consumes` is not to be touched after a call."""
         ...
 
+    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Compiles kernels that these calls will launch, if they are compiled apart from programs. Changes nothing."""
+        ...
+
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed."""
         ...

@@ -228,6 +228,20 @@ class TorchBackend:
 
         return run
 
+    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Compiles the Triton kernels of these calls side by side, launching none that is missing. On a CPU: nothing.
+
+        Arguments must be padding: what is no kernel of ours is computed.
+        """
+        if self.device.type == "cpu":
+            return
+        from ..kernels_triton.ahead import rehearsal
+
+        with rehearsal(self.device):
+            for program, xs in calls:
+                if isinstance(program, Program):
+                    program.rehearse(*xs)
+
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
         """Records the graphs of these calls; of those too large for one, the largest is run. Eagerly: nothing.
 

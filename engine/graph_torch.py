@@ -178,6 +178,18 @@ class Program:
         """Runs on arguments that change nothing that matters (padding), to have the graph. Consumes nothing."""
         self._call(xs, detached(xs[self.at]))
 
+    @torch.inference_mode()
+    def rehearse(self, *xs: Any) -> None:
+        """Runs op by op on padding, and keeps nothing of it."""
+        on_device = (
+            rebuild(x, (torch.as_tensor(y, device=self.device) for y in arrays_of(x)))
+            for i, x in enumerate(xs)
+            if i not in (self.at, self.weights)
+        )
+        self.fn(
+            *(detached(x) if i == self.at else x if i == self.weights else next(on_device) for i, x in enumerate(xs))
+        )
+
     def is_captured(self, xs: tuple[Any, ...]) -> bool:
         """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
         return max((getattr(x, "num_tokens", 0) for x in xs), default=0) <= self.most_tokens

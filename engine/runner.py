@@ -40,7 +40,7 @@ from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .shared_prefixes import PrefixFinder
-from .warm_up import JOINED, every_call, run_joined
+from .warm_up import JOINED, every_call, rehearsal, run_joined
 
 log = logging.getLogger(__name__)
 
@@ -323,6 +323,7 @@ class Runner:
         rows of the last layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
+        self.backend.rehearse(rehearsal(self))
         self.backend.precompile(every_call(self))
         run_joined(self)
         return self.backend.num_compiles() - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..models.interface import ArraySpec, Sampling, SharedPrefixes, StepInput
+from ..models.interface import ArraySpec, ModelSpec, Sampling, SharedPrefixes, StepInput
 from ..models.sampling import PARAMS, VARIANTS, at_least
 from .batch import all_allowed, edit_values, move_input, padded, row_values, with_extra
 from .plan import Admission, Transfer
@@ -27,6 +28,37 @@ def every_call(runner: Runner) -> Iterator[Call]:
     yield from _forwards(runner)
     yield from _heads(runner)
     yield from runner.read_head.calls(runner.weights, runner.cache.rows)
+
+
+def rehearsal(runner: Runner) -> Iterator[Call]:
+    """The same with a model of one layer of each kind: all kernels, and few launches."""
+    thin, layers = copy.copy(runner), _one_of_each_kind(runner.model)
+    specs = runner.model.weights["layers"]
+    home = {n: (g, i) for g, group in enumerate(runner.model.groups) for i, n in enumerate(group.layers)}
+    groups = [tuple(n for n in group.layers if n in layers) for group in runner.model.groups]
+    cache = tuple(tuple(runner.cache.groups[home[n][0]][home[n][1]] for n in group) for group in groups)
+    thin.weights = runner.weights | {"layers": [runner.weights["layers"][n] for n in layers]}
+    thin.cache = replace(runner.cache, groups=cache)
+    model = replace(
+        runner.model,
+        weights=runner.model.weights | {"layers": [specs[n] for n in layers]},
+        attention=tuple(runner.model.attention[n] for n in layers),
+        groups=tuple(
+            replace(group, layers=tuple(layers.index(n) for n in own))
+            for group, own in zip(runner.model.groups, groups, strict=True)
+        ),
+    )
+    thin.use(model, runner.layout)
+    yield from every_call(thin)
+
+
+def _one_of_each_kind(model: ModelSpec) -> list[int]:
+    """The first layers of each cache group with weights and attention of their own."""
+    kinds: dict[Any, int] = {}
+    for g, group in enumerate(model.groups):
+        for n in group.layers:
+            kinds.setdefault((g, model.attention[n], *model.weights["layers"][n].items()), n)
+    return sorted(kinds.values())
 
 
 def run_joined(runner: Runner) -> None:

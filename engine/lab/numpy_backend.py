@@ -44,6 +44,9 @@ class NumpyBackend:
         """fn itself. What it consumes is not touched: scatter copies."""
         return partial(fn, ops=self.ops)
 
+    def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
+        """Nothing: there are no kernels."""
+
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
         """Nothing: nothing is compiled."""
 

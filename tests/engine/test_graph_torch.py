@@ -1,64 +1,21 @@
-"""Programs as graphs, with a recorder that stands for CUDA's: a replay computes anew from the same places."""
+"""Programs as graphs, with a recorder that stands for CUDA's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recorder import Recorder, graphs_on_a_cpu
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
 from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void
 from octavo.engine.batch import Shapes, at_least
-from octavo.engine.graph_torch import Inputs, arrays_of
+from octavo.engine.graph_torch import Inputs
 from octavo.models.interface import ArraySpec
-
-
-class Recorder:
-    """Replays by running again and leaving the results where the recording left them; what lay there is overwritten.
-
-    Recording itself must change nothing, so it runs on zeros (CUDA's runs nothing), and puts back what was there.
-    """
-
-    def __init__(self, waits: bool = False) -> None:
-        self.replays, self.waits = 0, waits
-
-    def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        return run(), not self.waits
-
-    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        state = [x for cell in run.__closure__ or () for x in arrays_of(cell.cell_contents)]
-        kept = [x.clone() for x in state]
-        for x in state:
-            x.zero_()
-        left = run()
-        for x, old in zip(state, kept, strict=True):
-            x.copy_(old)
-        held = {x.data_ptr() for x in state}
-
-        def replay() -> None:
-            self.replays += 1
-            for x, new in zip(arrays_of(left), arrays_of(run()), strict=True):
-                if x.data_ptr() not in held:
-                    x.copy_(new)
-
-        return replay, left
-
-
-def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Every torch backend made from now on takes graphs from a Recorder."""
-    recorder, make = Recorder(), TorchBackend.__init__
-
-    def init(self: TorchBackend, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        self.capture, self.graph_tokens, self.eager = recorder, backend_torch.GRAPH_TOKENS, False
-
-    monkeypatch.setattr(TorchBackend, "__init__", init)
-    return recorder
 
 
 def spec(*shape: int, dtype: str | None = None) -> ArraySpec:

@@ -1,0 +1,65 @@
+"""Kernels compiled side by side, before the first of them is launched.
+
+Compiling is most of a cold start, and a launch that finds no kernel waits for its own alone. Programs that run inside
+`rehearsal` launch nothing that is missing, but say what they would launch; threads compile it, holding Python's lock
+for a twentieth of the time (the rest is LLVM and ptxas). A kernel that is forgotten here is compiled when it is
+launched, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+
+log = logging.getLogger("octavo")
+
+EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
+
+
+class Zeros(TorchFunctionMode):
+    """Arrays that a kernel would have filled hold zeros: ids, slots and counts that are legal wherever used."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in EMPTY else out
+
+
+@contextmanager
+def rehearsal(device: torch.device) -> Iterator[None]:
+    """What this thread runs inside launches no kernel that is missing. All of those are there at the end."""
+    me, compiled = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
+
+    def missing(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
+        """Triton asks before it compiles; True: it neither compiles nor launches."""
+        if threading.get_ident() != me:
+            return False
+        if (fn.name, key) not in compiled:
+            compiled[fn.name, key] = pool.submit(fn.jit_function.preload, compile["specialization_data"])
+        return True
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
+    with ThreadPoolExecutor(os.cpu_count(), initializer=_use, initargs=(device,)) as pool:
+        try:
+            with Zeros():
+                yield
+        finally:
+            for future in compiled.values():
+                if error := future.exception():
+                    # whoever launches it gets the error; perhaps nobody does
+                    log.info("a kernel could not be compiled ahead: %s", error)
+            knobs.runtime.jit_cache_hook = before
+    log.info("compiled %d kernels ahead", len(compiled))
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

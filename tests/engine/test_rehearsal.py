@@ -1,0 +1,102 @@
+"""Kernels compiled ahead of a warm-up: what is rehearsed is what is launched, and nothing comes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch  # noqa: F401
+from recorder import graphs_on_a_cpu
+from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
+
+from octavo.engine import LLM
+from octavo.engine.graph_torch import arrays_of, describe
+from octavo.engine.warm_up import every_call, rehearsal
+from octavo.kernels_triton.products import Packed
+from octavo.models import qwen3_moe
+from octavo.models.interface import Mixture, ModelSpec, Routing
+
+
+class Watched:
+    """Ops that note what each is given: shapes, dtypes and static values."""
+
+    def __init__(self, ops: Any, seen: list[Any]):
+        self.ops, self.seen = ops, seen
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name)
+        if name == "xp" or not callable(op):
+            return op
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if name == "for_step":
+                return Watched(op(*args), self.seen)
+            given = [(x.shape, x.product) if isinstance(x, Packed) else x for x in (*args, *kwargs.values())]
+            self.seen.append((name, describe(given, [])))
+            return op(*args, **kwargs)
+
+        return watched
+
+
+def of_one_kind() -> ModelSpec:
+    return spec_of(replace(EIGHT_HEADS, num_layers=3, windows=()))
+
+
+def of_kinds() -> ModelSpec:
+    """Six layers of four kinds: with and without a window, with and without experts."""
+    config = replace(EIGHT_HEADS, num_layers=6, windows=(None, 8, None, 8, None, 8))
+    return qwen3_moe.spec(config, Mixture(4, 24, (2, 3), Routing(2, normalise=True)))
+
+
+@pytest.mark.parametrize(("make", "kinds"), [(of_one_kind, 1), (of_kinds, 4)])
+def test_one_layer_of_each_kind_launches_what_all_do(make: Any, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    graphs_on_a_cpu(monkeypatch)
+    llm = LLM(model, weights=weights_of(model), backend="torch", block_size=8, max_num_seqs=4, max_model_len=64,
+              max_num_batched_tokens=32, num_gpu_blocks_override=10, warmup="lazy", threads=1)  # fmt: skip
+    want = tokens(llm, PROMPTS[:2])
+    rehearsed: list[Any] = []
+    launched: list[Any] = []
+    plain = llm.backend.ops
+    state = [x.clone() for x in arrays_of(llm.runner.cache)]
+    for seen, calls, run in ((rehearsed, rehearsal, "rehearse"), (launched, every_call, "prepare")):
+        llm.backend.ops = Watched(plain, seen)
+        llm.runner.use(llm.runner.model, llm.runner.layout)
+        for program, xs in calls(llm.runner):
+            getattr(program, run)(*xs)
+        if run == "rehearse":
+            for before, after in zip(state, arrays_of(llm.runner.cache), strict=True):
+                # the null block, and the scratch row
+                at = slice(1, None) if before.ndim > 2 else slice(None, -1)
+                np.testing.assert_array_equal(before[at], after[at])
+    assert {name for name, _ in rehearsed} >= {"einsum", "rope_write", "attention"}
+    assert {*rehearsed} == {*launched}
+    num_writes = [sum(name == "rope_write" for name, _ in seen) for seen in (rehearsed, launched)]
+    # what is prepared runs twice: once for real, and recorded
+    assert num_writes[0] * 2 * len(model.attention) == num_writes[1] * kinds
+    llm.backend.ops = plain
+    llm.runner.use(llm.runner.model, llm.runner.layout)
+    assert tokens(llm, PROMPTS[:2], GREEDY) == want
+
+
+def test_missing_kernels_are_compiled_and_not_launched() -> None:
+    """For an H200 that is not there, in a process of its own: here Triton is the interpreter."""
+    script = Path(__file__).parents[1] / "kernels" / "rehearse_triton.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, then = done.stdout.split("rehearsed\n")
+    kernels = ["norm_kernel", "qk_norm_kernel"]
+    # threads end in any order
+    assert first.splitlines()[0] == "zeros True" and sorted(first.splitlines()[1:]) == [
+        f"compiled {n}" for n in kernels
+    ]
+    known, larger = then.split("larger\n")
+    assert known.splitlines() == [f"launched {n}" for n in (kernels[0], *kernels)]
+    assert larger.splitlines() == ["compiled norm_kernel", "launched norm_kernel"]

@@ -1,0 +1,73 @@
+"""Rehearses small ops for a GPU that is not there, then calls them: prints what was compiled and launched, and when."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from octavo.kernels_triton import fused
+from octavo.kernels_triton.ahead import rehearsal
+
+SHARED = 227 * 1024
+
+
+class NoDevice:
+    """What Triton asks of a driver, for an H200; a launch is only told."""
+
+    binary_ext = "cubin"
+
+    class Utils:
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": SHARED}
+
+        def load_binary(self, *args: Any) -> tuple[None, int, int, int, int]:
+            return None, 0, 0, 0, 1024
+
+    utils = Utils()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *args: print("launched", metadata.name)
+
+
+def compiled(*, fn: Any, **_: Any) -> None:
+    print("compiled", fn.name.rpartition(".")[2])
+
+
+def ops() -> list[torch.Tensor]:
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    q, k = torch.ones(3, 2, 1, 64), torch.ones(3, 2, 64)
+    return [fused.rms_norm(x, x[0], 1e-5), fused.rms_norm(x, x[0], 1e-5), *fused.qk_norm(q, k, k[0, 0], k[0, 0], 1e-6)]
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    knobs.runtime.jit_post_compile_hook = compiled
+    with rehearsal(torch.device("cpu")):
+        print("zeros", all(not x.any() for x in ops()))
+    print("rehearsed")
+    ops()
+    print("larger")
+    # of another size, which nobody rehearsed
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    fused.rms_norm(x, x[0], 1e-5)
+
+
+if __name__ == "__main__":
+    main()
