@@ -30,6 +30,7 @@ class Backend(Protocol):
     # of a decode step that is one program with its head: two calls of the host would cost more than both compute
     joined_seqs: int
     threads: int  # of the CPU, that products use: other numbers may give other last bits
+    replicas: Any  # those that step together (JaxReplicas, TorchReplicas); None: there is one, or each steps alone
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> Array:
         """x on the device(s), in the dtype and sharding that spec says."""

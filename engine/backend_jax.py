@@ -30,6 +30,7 @@ from ..models.interface import (
 )
 from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
+from .replicas_jax import JaxReplicas
 from .resident_jax import Resident
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -158,6 +159,7 @@ class JaxBackend:
             )
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
         self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn)
+        self.replicas = JaxReplicas(mesh.shape["dp"]) if mesh and "replicas" in self.rules else None
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         if cache_dir is not None:
@@ -226,8 +228,10 @@ class JaxBackend:
             options["donate_argnums"] = at
         if self.mesh is None:
             return jax.jit(fn, **options)
-        everywhere = jax.NamedSharding(self.mesh, jax.P())
-        ins, out = (tuple(self._shardings.get(name, everywhere) for name in names) for names in (args, outs))
+        # what is not declared lies everywhere, or is each replica's own
+        others = jax.NamedSharding(self.mesh, jax.P("dp") if self.replicas else jax.P())
+        fn = self.replicas.within(fn, args) if self.replicas else fn
+        ins, out = (tuple(self._shardings.get(name, others) for name in names) for names in (args, outs))
         if len(outs) == 1:
             (out,) = out
         if self.mode == "auto":

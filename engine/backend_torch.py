@@ -23,6 +23,7 @@ from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
 from .graph_torch import GraphPool, Program
+from .replicas_torch import TorchReplicas
 
 if TYPE_CHECKING:
     from ..sharding.mesh_torch import TorchMesh
@@ -155,6 +156,7 @@ class TorchBackend:
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.rules, self.mesh = rules or ShardingRules({}), mesh
         self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn)
+        self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device)

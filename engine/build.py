@@ -24,6 +24,7 @@ from .checks import integer
 from .config import EngineConfig
 from .follower import follow
 from .grammar_worker import grammar_library
+from .joint_runner import JointRunner, LeadJointRunner
 from .json_file import read_json
 from .layout_names import layout_text
 from .lead_runner import LeadRunner
@@ -117,8 +118,7 @@ def build_device(
     if weights is not None:
         weights = fit_arrays(weights, given, model, config.num_dealt)
     placed = _weights(config, model, checkpoint, backend, weights, world)
-    lead = world and world.team and partial(LeadRunner, world.team, config.state_check_interval)
-    runner = (lead or Runner)(
+    runner = runner_of(config, world)(
         backend,
         model,
         config.layout,
@@ -134,6 +134,12 @@ def build_device(
         expert_load=config.expert_load_metrics,
     )
     return Device(config, checkpoint, model, backend, plan, runner)
+
+
+def runner_of(config: EngineConfig, world: World | None) -> Any:
+    """The kind of Runner that this process needs."""
+    kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
+    return partial(leading, world.team, config.state_check_interval) if world and world.team else kind
 
 
 def _parts(device: Device, world: World | None) -> Parts:
@@ -262,6 +268,7 @@ def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: B
         any_width=backend.any_width(model.attention, *cache) if cache else False,
         shared_prefixes=cache is not None
         and not config.disable_cascade_attn
+        and config.num_joint == 1
         and backend.shares_prefixes(model.attention, *cache),
     )
 

@@ -15,7 +15,8 @@ class ExpertLoad:
     def __init__(self, backend: Backend, mixture: Mixture):
         self.backend, self.layers = backend, mixture.layers
         shape = (len(mixture.layers), mixture.num_experts)
-        self.counts = backend.zeros(ArraySpec(shape, (None, None), "int32"))
+        spec = ArraySpec(shape, (None, None), "int32")
+        self.shape, self.counts = shape, backend.zeros(backend.replicas.specs(spec) if backend.replicas else spec)
         self.count = backend.compile(count, ("counts", "experts"), ("counts",), "counts")
         self.taps = tuple(f"layer.{n}.experts" for n in mixture.layers)
 
@@ -25,7 +26,8 @@ class ExpertLoad:
 
     def read(self) -> list[list[int]]:
         """Tokens by layer, of those that have experts, and expert."""
-        return self.backend.read(self.counts).tolist()
+        # each replica has counted for all
+        return self.backend.read(self.counts).reshape(-1, *self.shape)[0].tolist()
 
     def by_expert(self) -> dict[str, float]:
         """Tokens that went through each expert, all layers together."""
@@ -41,5 +43,6 @@ def count(counts_LX: Array, experts: tuple[Array, ...], *, ops: Any) -> Array:
     """The counters, and one more for each token that went through an expert. Padding went through none."""
     ids_LM = ops.xp.stack([ids_TC.reshape(-1) for ids_TC in experts])
     found_LX = ops.tally(ids_LM, ops.xp.ones_like(ids_LM), counts_LX.shape[1])
+    found_LX = ops.psum(found_LX, "replicas")
     # written in place: a CUDA graph is bound to where its state lies
     return ops.scatter(counts_LX, (slice(None),), counts_LX + found_LX)

@@ -35,7 +35,7 @@ class StateDigest:
     def launch(self, runner: Runner) -> tuple[int, Array]:
         """Starts hashing the runner's rows; `value` reads it."""
         found, rows = self.run(runner.cache.rows)
-        runner.cache = with_rows(runner.cache, rows)
+        runner.cache, found = with_rows(runner.cache, rows), runner.gathered(found)
         self.backend.prefetch(found)
         return self.plans, found
 

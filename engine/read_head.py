@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,11 +78,13 @@ class ReadHead:
             if x is not None:
                 self.backend.prefetch(x)
 
-    def calls(self, weights: dict[str, Any], rows: dict[str, Array]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def calls(
+        self, weights: dict[str, Any], rows: dict[str, Array], own: Callable[[Any], Any]
+    ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """The program with arguments of every shape but those of the whole vocabulary and of ids by name."""
         (size,), width = self.shapes.read, self.model.weights["final_norm"].shape[0]
         for num_tokens in self.shapes.tokens:
-            hidden = self.backend.zeros(ArraySpec((num_tokens, width), (None, None)))
+            hidden = self.backend.zeros(own(ArraySpec((num_tokens, width), (None, None))))
             for num in self.shapes.logprobs[1:-1]:
                 reading = Reading(padded((), size, 0), padded((), size, 0), num_tokens, num, self.mode)
                 yield self.run, (weights, rows, hidden, reading)

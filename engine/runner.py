@@ -149,7 +149,7 @@ class Runner:
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         windows = [group.window for group in model.groups]
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
-        self.specs = cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len)
+        self.specs = self.own(cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len))
         # the head is called every step: what it does not read would only cost the host
         self.last_weights = {name: w for name, w in weights.items() if name != "layers"}
         for name, specs in (
@@ -172,6 +172,14 @@ class Runner:
         # of requests that are alive, by id: whoever has them drops them
         self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
+
+    def own(self, specs: Any) -> Any:
+        """Specs of what each replica has of its own. There is one."""
+        return specs
+
+    def gathered(self, x: Array) -> Array:
+        """What a program returned, of all replicas."""
+        return x
 
     def use(self, model: ModelSpec, layout: CacheLayout) -> None:
         """Compiles the forward programs of a model, or of one that differs from it in its functions alone."""

@@ -27,7 +27,7 @@ def every_call(runner: Runner) -> Iterator[Call]:
     yield from _updates(runner)
     yield from _forwards(runner)
     yield from _heads(runner)
-    yield from runner.read_head.calls(runner.weights, runner.cache.rows)
+    yield from runner.read_head.calls(runner.weights, runner.cache.rows, runner.own)
 
 
 def rehearsal(runner: Runner) -> Iterator[Call]:
@@ -79,7 +79,7 @@ def padding(runner: Runner, seqs: int, tokens: int, decode: bool, width: int) ->
 
 def _updates(runner: Runner) -> Iterator[Call]:
     """Admitting, and moving blocks."""
-    shapes, filler = runner.shapes, partial(_filler, runner.scratch)
+    shapes, filler = runner.shapes, partial(filler_of, runner.scratch)
     groups, rows = len(runner.tables), runner.cache.rows
     for n in shapes.admitted:
         for known in shapes.known:
@@ -115,7 +115,7 @@ def _forwards(runner: Runner) -> Iterator[Call]:
 def _heads(runner: Runner) -> Iterator[Call]:
     shapes, vocab_size = runner.shapes, runner.model.vocab_size
     size = runner.model.weights["final_norm"].shape[0]
-    hidden = runner.backend.zeros(ArraySpec((runner.scratch, size), (None, None)))
+    hidden = runner.backend.zeros(runner.own(ArraySpec((runner.scratch, size), (None, None))))
     for variant in VARIANTS if runner.processors else VARIANTS[:-1]:
         for k in shapes.logprobs[:-1]:
             for n in shapes.heads(variant, k):
@@ -129,5 +129,6 @@ def _no_prefixes(runner: Runner, seqs: int) -> tuple[SharedPrefixes | None, ...]
     return runner.prefixes.nothing(seqs) if runner.prefixes else ()
 
 
-def _filler(scratch: int, known: int) -> Admission:
+def filler_of(scratch: int, known: int) -> Admission:
+    """An admission of nobody, of so many tokens."""
     return Admission(scratch, (0,) * known, 0, 1, (0, 0), (0.0,) * len(PARAMS))

@@ -19,6 +19,7 @@ class NumpyBackend:
     """Holds floats as float64, but those whose spec says that they are narrow, and integers, as they are."""
 
     name, dtype, eager, threads, graph_tokens, joined_seqs = "numpy", "float64", True, 1, None, 0
+    replicas = None
 
     def __init__(self) -> None:
         self.ops = NumpyOps()
