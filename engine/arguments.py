@@ -141,6 +141,13 @@ WORKING = (
         "warmup", "str", "lazy", "lazy: compile on first use; all: compile everything first", choices("lazy", "all")
     ),
     Argument("compile_cache_dir", "str", None, "keeps compiled programs for the next start (jax only)", text),
+    Argument(
+        "enable_sleep_mode",
+        "bool",
+        False,
+        "allows LLM.sleep(), which gives the device's memory back until wake_up()",
+        checks.flag,
+    ),
     # how much at a time
     Argument(
         "max_model_len",
@@ -358,7 +365,6 @@ LATER = (
     Later("scheduler_cls", None, "a whole scheduler of one's own (scheduling_policy takes rules of one's own)"),
     Later("guided_decoding_backend", None, "another grammar library", ("auto", "guidance")),
     Later("use_tqdm_on_load", False, "a progress bar while loading"),
-    Later("enable_sleep_mode", False, "sleep mode"),
     Later("num_scheduler_steps", 1, "several steps at a time"),
     Later("additional_config", None, "options of a plugin", ({},)),
     Later("host", None, SERVER),

@@ -231,6 +231,18 @@ class AsyncLLM:
         """LLM.set_limits, while requests are running."""
         await self._ask("set_limits", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """LLM.sleep. Iterators of requests that it aborts give one last output, of finish_reason "abort"."""
+        await self._ask("sleep", level=level, mode=mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None, *, weights: Any = None) -> None:
+        """LLM.wake_up."""
+        await self._ask("wake_up", tags=tags, weights=weights)
+
+    async def is_sleeping(self) -> bool:
+        """LLM.is_sleeping."""
+        return await self._ask("is_sleeping")
+
     async def get_metrics(self) -> Any:
         """LLM.get_metrics, and those of the tokenizer pool here."""
         return await self._ask("get_metrics") + pool_exporter(self.tokenizer_pool, self.config.model).values()

@@ -98,6 +98,23 @@ class Backend(Protocol):
         """read over the leaves of a tree."""
         ...
 
+    @property
+    def binds_addresses(self) -> bool:
+        """Whether programs hold on to where arrays lie: recordings, which `free` drops, are then made anew."""
+        ...
+
+    def offload(self, tree: Any) -> Any:
+        """Weights copied to the host, and freed here; what `restore` takes."""
+        ...
+
+    def restore(self, stored: Any) -> Any:
+        """The weights back where they were, bit by bit. `stored` is theirs then."""
+        ...
+
+    def free(self, tree: Any) -> None:
+        """Frees arrays, whoever holds them, and gives the device's memory back to others."""
+        ...
+
     def free_memory(self) -> int | None:
         """Bytes free on the device; None where that is the host's memory."""
         ...

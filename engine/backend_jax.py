@@ -128,6 +128,7 @@ class JaxBackend:
 
     name = "jax"
     graph_tokens = None
+    binds_addresses = False  # XLA writes its command buffers anew by itself
 
     def __init__(
         self,
@@ -295,6 +296,21 @@ class JaxBackend:
         """`read` over dicts, tuples and lists."""
         return map_tree(self.read, tree)
 
+    def offload(self, tree: Any) -> Any:
+        """Weights copied to the host, shard by shard, and freed here; what `restore` takes."""
+        stored = jax.tree.map(_Stored.of, tree)
+        self.free(tree)
+        return stored
+
+    def restore(self, stored: Any) -> Any:
+        """The weights back where they were."""
+        return jax.tree.map(_Stored.placed, stored)
+
+    def free(self, tree: Any) -> None:
+        """Frees arrays, whoever holds them."""
+        for x in jax.tree.leaves(tree):
+            x.delete()
+
     def free_memory(self) -> int | None:
         """Bytes free on the first GPU of this process; None on a CPU."""
         stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
@@ -311,6 +327,25 @@ class JaxBackend:
     def num_cache_hits(self) -> int:
         """How many of these the cache on disk already held."""
         return self._counter.cache_hits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """An array of this process's devices, on the host; a leaf. What lies on several devices is there once."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: dict[str, np.ndarray]  # by where in the array
+
+    @staticmethod
+    def of(x: jax.Array) -> _Stored:
+        shards = {str(shard.index): shard.data for shard in x.addressable_shards}
+        return _Stored(x.shape, x.sharding, {index: np.array(part) for index, part in shards.items()})
+
+    def placed(self) -> jax.Array:
+        where = self.sharding.addressable_devices_indices_map(self.shape)
+        parts = [jax.device_put(self.parts[str(index)], device) for device, index in where.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
 def renewals(program: Any, args: tuple) -> list[Any]:

@@ -55,6 +55,14 @@ def consume(x: Tensor) -> Tensor:
     return new
 
 
+def release(x: Tensor | Packed) -> None:
+    """Frees the array's memory, whoever holds the array."""
+    if isinstance(x, Packed):
+        x.release()
+    else:
+        x.set_()  # pyright: ignore[reportCallIssue]
+
+
 def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
     """f over the arrays in dicts, tuples, lists and dataclasses."""
     if isinstance(tree, ARRAYS):
@@ -299,6 +307,42 @@ class TorchBackend:
     def num_compiles(self) -> int:
         """Graphs recorded so far."""
         return sum(program.num_captures for program in self.programs)
+
+    @property
+    def binds_addresses(self) -> bool:
+        """Whether graphs are recorded."""
+        return self.capture is not None
+
+    @torch.inference_mode()
+    def offload(self, tree: Any) -> Any:
+        """Weights copied to the host, and freed here; what `restore` takes. Packed ones lie on the host anyway."""
+        stored = map_arrays(lambda x: x if isinstance(x, Packed) else self._stored(x), tree)
+        map_arrays(lambda x: x if isinstance(x, Packed) else release(x), tree)
+        return stored
+
+    def _stored(self, x: Tensor) -> Tensor:
+        # from pinned memory it comes back at the full speed of the bus
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
+        return host.copy_(x)
+
+    @torch.inference_mode()
+    def restore(self, stored: Any) -> Any:
+        """The weights back on the device."""
+        return map_arrays(lambda x: x if isinstance(x, Packed) else x.to(self.device), stored)
+
+    @torch.inference_mode()
+    def free(self, tree: Any) -> None:
+        """Frees arrays, whoever holds them, and the recordings, whose memory and addresses would else be kept."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        map_arrays(release, tree)
+        for program in self.programs:
+            program.forget()
+        if self.capture is not None:
+            self.capture.renew()
+        if on_gpu:
+            torch.cuda.empty_cache()
 
     def free_memory(self) -> int | None:
         """Bytes free on the GPU; None on a CPU."""

@@ -11,9 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..models.interface import CacheLayout, ModelSpec, leaves, map_tree
+from ..models.interface import CacheLayout, ModelSpec, leaves
 from ..models.keeps import keeps_of
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
@@ -31,8 +29,6 @@ from .lead_runner import LeadRunner
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
-from .loading.fitted import fit_arrays
-from .loading.weights import dummy_weights, load_weights
 from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .parallel import divisors_of, fit_model, refuse_unbuilt
 from .recorded_scheduler import RecordedScheduler
@@ -40,8 +36,9 @@ from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step_log import StepLog
-from .team import Load, Team
+from .team import Team
 from .tokenizer import Tokenizer, load_tokenizer
+from .weights_source import WeightsSource
 from .world import World, join
 
 log = logging.getLogger("octavo")
@@ -115,9 +112,8 @@ def build_device(
     available = host_memory(config) if device == "cpu" else backend.free_memory()
     available = world.least(available) if world else available
     plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
-    if weights is not None:
-        weights = fit_arrays(weights, given, model, config.num_dealt)
-    placed = _weights(config, model, checkpoint, backend, weights, world)
+    source = WeightsSource(config, given, model, checkpoint, backend, world)
+    placed = source.first(weights)
     runner = runner_of(config, world)(
         backend,
         model,
@@ -133,6 +129,7 @@ def build_device(
         masks=_has_tokenizer(config, checkpoint) and grammar_library() is not None,
         expert_load=config.expert_load_metrics,
     )
+    runner.source = source
     return Device(config, checkpoint, model, backend, plan, runner)
 
 
@@ -224,33 +221,6 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer
     if not _has_tokenizer(config, checkpoint):
         return None
     return checkpoint.tokenizer() if checkpoint else load_tokenizer(Path(str(config.tokenizer)))
-
-
-def _weights(
-    config: EngineConfig,
-    model: ModelSpec,
-    checkpoint: Checkpoint | None,
-    backend: Backend,
-    weights: Any,
-    world: World | None,
-) -> dict[str, Any]:
-    if weights is not None:
-        if checkpoint:
-            raise ValueError("weights= goes with a ModelSpec as model: a checkpoint brings its own")
-        if config.load_format == "dummy":
-            raise ValueError("weights= and load_format='dummy': give one of them")
-        return map_tree(lambda spec, x: backend.place_weight(np.asarray(x), spec), model.weights, weights)
-    if config.load_format == "dummy":
-        return dummy_weights(model, backend, config.seed)
-    if checkpoint is None:
-        raise ValueError("a ModelSpec as model needs weights=, or load_format='dummy'")
-    if world and world.leader:
-        # rank 0 converts for all
-        world.leader.await_load()
-    placed = load_weights(model, checkpoint.tensors, backend)
-    if world and world.team:
-        world.team.tell(Load())
-    return placed
 
 
 def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: Backend) -> Shapes:

@@ -60,6 +60,7 @@ class EngineConfig:
     enforce_eager: bool
     warmup: str
     compile_cache_dir: str | None
+    enable_sleep_mode: bool
     max_model_len: int | None
     allow_auto_truncate: bool
     max_num_queued_reqs: int | None

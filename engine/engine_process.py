@@ -15,6 +15,7 @@ from .errors import RequestFailedError
 from .llm import LLM
 from .messages import QUESTIONS, Abort, Add, Answer, Ask, Command, Ended, Failed, News, Ready, Report, Start
 from .outputs import RequestOutput
+from .sleep import check_sleep
 
 log = logging.getLogger("octavo")
 
@@ -119,8 +120,18 @@ class Engine:
         with Caught() as caught:
             if ask.question not in QUESTIONS:
                 raise ValueError(f"unknown question {ask.question!r}")
+            if ask.question == "sleep" and not self.llm.is_sleeping():
+                self._settle(**ask.arguments)
             value = getattr(self.llm, ask.question)(**ask.arguments)
         self._send(Answer(ask.number, value, None if caught.error is None else portable(caught.error)))
+
+    def _settle(self, level: int = 1, mode: str = "abort") -> None:
+        """Ends all requests before a sleep, and tells of them."""
+        check_sleep(self.llm.config, level, mode)
+        if mode == "abort":
+            self._abort(Abort(tuple(self.names)))
+        while self.llm.has_unfinished_requests():
+            self._step()
 
     def _step(self) -> None:
         outputs: list[RequestOutput] = []

@@ -19,6 +19,10 @@ class QueueFullError(OctavoError):
     """As many requests wait as max_num_queued_reqs allows."""
 
 
+class AsleepError(OctavoError):
+    """A request came while the engine was asleep: LLM.wake_up first."""
+
+
 class TokenizerDiedError(OctavoError):
     """The tokenizer's process ended several times at the same text."""
 

@@ -27,6 +27,8 @@ from .team import (
     Load,
     Register,
     Reset,
+    Sleep,
+    WakeUp,
     WarmUp,
 )
 
@@ -143,6 +145,13 @@ def follow(leader: Leader, runner: Runner) -> None:
                 runner.launch_head(plan, hidden, command.mask)
             elif isinstance(command, Check):
                 unread = command.step, state.launch(runner)
+            elif isinstance(command, Sleep):
+                plan, hidden = None, Hidden(None, {})
+                runner.sleep(command.level)
+                leader.report(Done(command.number))
+            elif isinstance(command, WakeUp):
+                runner.wake_up(command.tags, command.weights)
+                leader.report(Done(command.number))
             elif isinstance(command, Register):
                 runner.register(command.processor)
             else:

@@ -2,8 +2,8 @@
 
 The first call of a shape runs op by op, for real, and is recorded after that: a recording runs nothing, so state is
 never advanced twice. A graph is bound to the addresses of the state and of the weights that it was recorded with; with
-others (after Runner.reset) it is recorded anew. What a replay returns is copied out of the graph's own memory, which
-the next replay of any graph may overwrite: the graphs share one pool.
+others (after Runner.reset, after a sleep) it is recorded anew. What a replay returns is copied out of the graph's own
+memory, which the next replay of any graph may overwrite: the graphs share one pool.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ class Capture(Protocol):
         """What replays `run`, and its results, which a replay overwrites."""
         ...
 
+    def renew(self) -> None:
+        """All recordings are gone."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
@@ -189,6 +193,11 @@ class Program:
         self.fn(
             *(detached(x) if i == self.at else x if i == self.weights else next(on_device) for i, x in enumerate(xs))
         )
+
+    def forget(self) -> None:
+        """Drops all recordings and the places of their inputs. Nothing may be running."""
+        for kept in (self.graphs, self.trees, self.inputs):
+            kept.clear()
 
     def is_captured(self, xs: tuple[Any, ...]) -> bool:
         """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
@@ -262,6 +271,10 @@ class GraphPool:
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def renew(self) -> None:
+        """Another pool: one whose graphs are all gone must not be recorded to again (torch asserts it)."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from .backend import Backend
 from .child import pickled
 from .plan import Plan
 from .runner import Hidden, Pending, Runner
-from .team import OTHERS, Check, Digest, Forward, Head, Register, Team, WarmUp
+from .team import OTHERS, Check, Digest, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
 
 
 class StateDigest:
@@ -92,6 +92,18 @@ class LeadRunner(Runner):
             self.team.reset()
             self.unread, self.state.plans = None, 0
         super().reset()
+
+    def sleep(self, level: int) -> None:
+        assert self.team
+        wait = self.team.order(lambda number: Sleep(number, level))
+        super().sleep(level)
+        wait()
+
+    def wake_up(self, tags: Sequence[str], weights: Any = None) -> None:
+        assert self.team
+        wait = self.team.order(lambda number: WakeUp(number, tuple(tags), weights))
+        super().wake_up(tags, weights)
+        wait()
 
     def warm_up(self) -> int:
         assert self.team

@@ -17,7 +17,6 @@ from .checks import integer, sequence
 from .config import engine_config
 from .edits import edits_of
 from .engine_stats import EngineStats, stats_of
-from .engine_steps import EngineSteps
 from .errors import QueueFullError
 from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
@@ -52,13 +51,14 @@ from .request import Request
 from .runner import Pending
 from .sampling_params import SamplingParams, request_key
 from .score import ScoreOutput, score
+from .sleep import Sleeps
 from .stats import StatsLogger
 from .structured_output import StructuredOutput, StructuredOutputsConfig
 from .tokenizer import Tokenizer
 from .tokenizer_pool import TokenizerPool
 
 
-class LLM(EngineSteps):
+class LLM(Sleeps):
     """A model, ready to generate.
 
     `model` is an alias ("smollm2"), a directory, a .gguf file, a hub id, or a ModelSpec of one's own (with `weights=`
@@ -338,6 +338,7 @@ class LLM(EngineSteps):
 
     def _admit(self, name: str, members: list[Request], prompt: Prompt, *, queued: bool = False) -> Family:
         with self.lock:
+            self._check_awake()
             family = self.processor.add(name, members, prompt, queued)
             try:
                 for request in members:

@@ -14,7 +14,9 @@ from .prompts import Prompt
 from .sampling_params import SamplingParams
 
 # methods of LLM that may be asked for
-QUESTIONS = ("get_stats", "reset_prefix_cache", "set_limits", "get_metrics", "metrics_text")
+QUESTIONS = (
+    "get_stats", "reset_prefix_cache", "set_limits", "get_metrics", "metrics_text", "sleep", "wake_up", "is_sleeping"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class EngineMetrics:
         lengths = decades((1.0, 2.0, 5.0), 0, len(str(longest)))
         self.num_queued = self.num_rejected = 0  # requests, since the start
         self.num_generation_tokens = 0
+        self.sleep_level = 0  # 0: awake
         self.ends: Counter[str] = Counter()  # requests by finish_reason
         # of the last plan: why the queue's head does not start, and who is set aside
         self.held_up: str = NOT_SEEN

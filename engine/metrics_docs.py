@@ -10,7 +10,6 @@ from .metrics_table import ALIASES, EXPERT_METRICS, METRICS, POOL_METRICS, PREFI
 # vLLM's names that would never change here
 LEFT_OUT = {
     "lora_requests_info": "there are no adapters yet",
-    "engine_sleep_state": "there is no sleep mode yet",
     "external_prefix_cache_queries, external_prefix_cache_hits": "there is no second cache yet",
     "mm_cache_queries, mm_cache_hits": "there are no images yet",
     "spec_decode_num_drafts, spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens": "nobody drafts yet",

@@ -12,6 +12,8 @@ from .plan import Reason
 PREFIX, OWN_PREFIX = "vllm:", "octavo:"
 ENDS = tuple(map(str, (Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR)))
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -91,6 +93,13 @@ METRICS = (
         "counter",
         "requests that the queue had no room for (max_num_queued_reqs); they are counted nowhere else",
         lambda m: m.num_rejected,
+    ),
+    Metric(
+        "engine_sleep_state",
+        "gauge",
+        "1 for what the engine is: awake, weights_offloaded (level 1) or discard_all (level 2)",
+        lambda m: {state: int(level == m.sleep_level) for level, state in enumerate(SLEEP_STATES)},
+        "sleep_state",
     ),
     Metric("time_to_first_token_seconds", "histogram", "arrival to first token", lambda m: m.first_token),
     Metric("inter_token_latency_seconds", "histogram", "a token to the next", lambda m: m.inter_token),

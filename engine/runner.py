@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -41,6 +41,9 @@ from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .shared_prefixes import PrefixFinder
 from .warm_up import JOINED, every_call, rehearsal, run_joined
+
+if TYPE_CHECKING:
+    from .weights_source import WeightsSource
 
 log = logging.getLogger(__name__)
 
@@ -143,15 +146,16 @@ class Runner:
         masks: bool = False,
         expert_load: bool = False,
     ):
-        self.backend, self.model, self.weights, self.shapes, self.digest = backend, model, weights, shapes, digest
+        self.backend, self.model, self.shapes, self.digest = backend, model, shapes, digest
         self.logprobs_mode = logprobs_mode
         self.masks = masks  # whether warm_up expects grammar masks
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         windows = [group.window for group in model.groups]
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
         self.specs = self.own(cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len))
-        # the head is called every step: what it does not read would only cost the host
-        self.last_weights = {name: w for name, w in weights.items() if name != "layers"}
+        self.source: WeightsSource | None = None  # of its weights; who builds it says so
+        self.stored: Any = None  # the weights on the host, asleep
+        self._use_weights(weights)
         for name, specs in (
             ("weights", model.weights),
             ("last_weights", {name: s for name, s in model.weights.items() if name != "layers"}),
@@ -211,12 +215,45 @@ class Runner:
 
     def reset(self) -> None:
         """Starts from an empty cache."""
+        self._empty()
+
+    def _empty(self) -> None:
         # the old one goes first: there may not be room for two
         vars(self).pop("cache", None)
         self.cache = empty_cache(self.specs, self.backend)
         self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
         if self.prefixes:
             self.prefixes.forget()
+
+    def _use_weights(self, weights: dict[str, Any]) -> None:
+        self.weights = weights
+        # the head is called every step: what it does not read would only cost the host
+        self.last_weights = {name: w for name, w in weights.items() if name != "layers"}
+
+    def sleep(self, level: int) -> None:
+        """Frees cache and weights; at level 1 these go to the host. Nothing may be in flight."""
+        backend, weights, cache = self.backend, self.weights, self.cache
+        del self.weights, self.last_weights, self.cache
+        self.stored = backend.offload(weights) if level == 1 else None
+        backend.free((None if level == 1 else weights, cache))
+
+    def check_weights(self, weights: Any) -> None:
+        """Raises ValueError if wake_up could not bring them back: others, if given."""
+        if weights is not None or self.stored is None:
+            assert self.source
+            self.source.check(weights)
+
+    def wake_up(self, tags: Sequence[str], weights: Any = None) -> None:
+        """Brings back "weights" (others, if given) and an empty "kv_cache"."""
+        if "weights" in tags:
+            if weights is None and self.stored is not None:
+                self._use_weights(self.backend.restore(self.stored))
+            else:
+                assert self.source
+                self._use_weights(self.source.again(weights))
+            self.stored = None
+        if "kv_cache" in tags:
+            self._empty()
 
     @property
     def has_cache(self) -> bool:

@@ -86,6 +86,23 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Runner.sleep; wants Done."""
+
+    number: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Runner.wake_up; wants Done."""
+
+    number: int
+    tags: tuple[str, ...]
+    weights: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """Wants a Digest."""
 
@@ -228,7 +245,7 @@ class Team:
         self.peers, self.mail = tuple(peers), Mail(tuple(peers))
         self.thread = threading.Thread(target=watch, args=(self.peers, self.mail), name="octavo-ranks", daemon=True)
         self.thread.start()
-        self.num_resets = READY
+        self.num_orders = READY
         self.own: list[Digest] = []
         self._finalizer = weakref.finalize(self, dismiss, self.peers, self.mail)
 
@@ -276,11 +293,18 @@ class Team:
         """Waits until all are built. Raises the error of one that cannot be."""
         self._await(lambda: self._all_done(READY))
 
+    def order(self, make: Callable[[int], Any]) -> Callable[[], None]:
+        """Tells what `make` makes of a number. Returns what waits until all have done it, and raises their errors."""
+        self.num_orders += 1
+        number = self.num_orders
+        self.tell(make(number))
+        return lambda: self._await(lambda: self._all_done(number))
+
     def reset(self) -> None:
         """Has all start anew. Raises RankLostError if one is stuck."""
-        self.num_resets += 1
+        self.num_orders += 1
         self.own.clear()
-        number, mail = self.num_resets, self.mail
+        number, mail = self.num_orders, self.mail
         self.tell(Reset(number))
         with mail.news:
             came = mail.news.wait_for(lambda: mail.lost or self._all_done(number), PATIENCE)

@@ -46,6 +46,11 @@ class Packed:
         """The same, kept: a tied table is looked up in as well, which the blocked form cannot do."""
         return self.dense()
 
+    def release(self) -> None:
+        """Frees the weight: it is not to be used any more."""
+        del self.matrix
+        self.__dict__.pop("rows", None)
+
     @property
     def nbytes(self) -> int:
         """Bytes held now."""

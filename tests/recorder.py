@@ -21,6 +21,9 @@ class Recorder:
     def __init__(self, waits: bool = False) -> None:
         self.replays, self.waits = 0, waits
 
+    def renew(self) -> None:
+        """There is no pool."""
+
     def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:
         return run(), not self.waits
 

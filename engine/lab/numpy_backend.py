@@ -60,6 +60,18 @@ class NumpyBackend:
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    binds_addresses = False
+
+    def offload(self, tree: Any) -> Any:
+        """The tree: it is on the host."""
+        return tree
+
+    def restore(self, stored: Any) -> Any:
+        return stored
+
+    def free(self, tree: Any) -> None:
+        """Nothing: what nobody holds is free."""
+
     def prefetch(self, x: np.ndarray) -> None:
         """Nothing: it is on the host."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +37,24 @@ def test_an_engine_on_graphs_makes_the_same_tokens(monkeypatch: pytest.MonkeyPat
     assert tokens(llm, PROMPTS[:3], replace(RANDOM, n=2)) == want
     assert llm.scheduler.num_preemptions > 0
     assert recorder.replays > 50
+    assert (llm.backend.num_compiles() == before) == (warmup == "all")
+
+
+@pytest.mark.parametrize("warmup", ["lazy", pytest.param("all", marks=pytest.mark.slow)])
+def test_graphs_are_dropped_by_a_sleep_and_recorded_anew(monkeypatch: pytest.MonkeyPatch, warmup: str) -> None:
+    """They hold addresses: of weights that come back elsewhere too. After a warm-up nothing is recorded by requests."""
+    want = tokens(engine(backend="torch"), PROMPTS[:3])
+    graphs_on_a_cpu(monkeypatch)
+    llm = engine(backend="torch", enable_sleep_mode=True, warmup=warmup)
+    assert tokens(llm, PROMPTS[:3]) == want
+    held = [weakref.ref(graph) for program in llm.backend.programs for graph in program.graphs.values()]
+    assert held
+    llm.sleep(level=1)
+    gc.collect()
+    assert not any(ref() for ref in held)
+    llm.wake_up()
+    before = llm.backend.num_compiles()
+    assert tokens(llm, PROMPTS[:3]) == want
     assert (llm.backend.num_compiles() == before) == (warmup == "all")
 
 
