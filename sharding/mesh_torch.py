@@ -7,7 +7,8 @@ others, several of which may live in one process (decision 025).
 from __future__ import annotations
 
 import math
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,15 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .rules import place_of
+
 Tensor = torch.Tensor
 TIMEOUT = 120.0  # seconds that a collective waits for a rank that is alive and does not come
 
 
 class TorchMesh:
-    """This process's place in a mesh whose axes are named and sized by `shape`; rank = row-major position.
+    """This process's place in a mesh whose axes are named and sized by `shape`: that of its rank (rules.place_of).
 
     `store` is where the processes meet. `counts` says how often which collective ran, with how many bytes: keys are
-    (collective, mesh axes, bytes of its result).
+    (collective, mesh axes, bytes of its result). Who sends counts a "send".
     """
 
     def __init__(
@@ -39,9 +42,14 @@ class TorchMesh:
         self.shape, self.rank, self.store, self.device = dict(shape), rank, store, torch.device(device)
         self.timeout, self.counts = timeout, Counter[tuple[str, tuple[str, ...], int]]()
         self.groups: dict[tuple[str, ...], Any] = {}
-        self.place: dict[str, int] = {}
-        for name, size in reversed(self.shape.items()):
-            rank, self.place[name] = divmod(rank, size)
+        self.place = place_of(self.shape, rank)
+        # arrays on their way: they must live until they are there
+        self.sent: deque[tuple[Any, Tensor]] = deque()
+        self.num_renewed = 0
+        if self.device.type == "cpu":
+            # a thread of gloo may still have to let go of an array, for which it takes the interpreter's lock: where
+            # the interpreter ends first, that ends the process with SIGABRT. Dropping a group waits for its threads
+            weakref.finalize(self, self.groups.clear)
 
     def size(self, names: tuple[str, ...]) -> int:
         """How many processes these axes have together."""
@@ -82,6 +90,39 @@ class TorchMesh:
         self._note("reduce-scatter", names, own)
         return own
 
+    def send(self, x: Tensor, name: str) -> None:
+        """Sends x to the next process along an axis; waits only for what was sent one step for each place before."""
+        x = x.contiguous()
+        self._note("send", (name,), x)
+        self.sent.append((self._group((name,)).send([x], self.place[name] + 1, 0), x))
+        if len(self.sent) > self.shape[name]:
+            self.sent.popleft()[0].wait()
+
+    def receive(self, x: Tensor, name: str) -> Tensor:
+        """x, filled with what the process before this one along an axis has sent."""
+        self._group((name,)).recv([x], self.place[name] - 1, 0).wait()
+        return x
+
+    def renew(self, name: str) -> None:
+        """Forgets what was sent along an axis and not received, if all its processes do: they connect anew."""
+        group = self.groups.pop((name,), None)
+        self.sent.clear()
+        self.num_renewed += 1
+        if group is not None:
+            group.abort()
+
+    def connect(self) -> None:
+        """Has all that will talk to each other connect now: along each axis, and along dp and tp together."""
+        sums = tuple(name for name, size in self.shape.items() if size > 1 and name != "pp")
+        for names in dict.fromkeys((sums, *((name,) for name in sums))):
+            self.all_reduce(torch.zeros(1, device=self.device), names)
+        x, place, last = torch.zeros(1, device=self.device), self.place.get("pp", 0), self.shape.get("pp", 1) - 1
+        if place:
+            self.receive(x, "pp")
+        if place < last:
+            self.send(x, "pp")
+        self.counts.clear()
+
     def abort(self) -> None:
         """Ends what is under way, so that nobody waits for a process that is gone. The mesh is of no use afterwards."""
         for group in self.groups.values():
@@ -94,7 +135,7 @@ class TorchMesh:
         """The processes that differ from this one along these axes alone. All of them must ask for it."""
         if names not in self.groups:
             others = "/".join(f"{name}{at}" for name, at in self.place.items() if name not in names)
-            name = f"mesh/{'.'.join(names)}/{others}"
+            name = f"mesh{self.num_renewed or ''}/{'.'.join(names)}/{others}"
             store = dist.PrefixStore(name, self.store)  # pyright: ignore[reportPrivateImportUsage]
             place, timeout = (self.index(names), self.size(names)), timedelta(seconds=self.timeout)
             if self.device.type == "cuda":

@@ -98,6 +98,18 @@ def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
                 raise ValueError(f"sharding_rules: {axis!r} goes to 'dp', where tokens are others: {can} can go there")
 
 
+def place_of(mesh_shape: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Where a process stands along each axis of a mesh: the last axis is the fastest.
+
+    But along pp ranks count down: rank 0 is in the last stage, so that what is sampled is where the scheduler is.
+    """
+    place: dict[str, int] = {}
+    for name, size in reversed(mesh_shape.items()):
+        rank, at = divmod(rank, size)
+        place[name] = size - 1 - at if name == "pp" else at
+    return place
+
+
 class Place(Protocol):
     """One position of a mesh."""
 

@@ -10,7 +10,7 @@ from meshes import on_every_rank
 
 from octavo.kernels_triton.ops import TorchOps
 from octavo.sharding.mesh_torch import TorchMesh
-from octavo.sharding.rules import TENSOR, ShardingRules
+from octavo.sharding.rules import TENSOR, ShardingRules, place_of
 
 
 def test_ranks_count_row_major() -> None:
@@ -72,3 +72,51 @@ def test_a_mesh_axis_that_shares_two_axes_sums_once() -> None:
         return float(TorchOps(rules=rules, mesh=mesh).psum(torch.ones(1), "experts", "mlp"))
 
     assert on_every_rank(total, {"dp": 2, "tp": 2}) == [4.0] * 4
+
+
+def test_rank_0_is_in_the_last_stage_of_the_first_replica() -> None:
+    shape = {"dp": 2, "pp": 3, "tp": 2}
+    places = [tuple(place_of(shape, rank).values()) for rank in range(12)]
+    assert places == [(tp, 2 - i, dp) for dp in range(2) for i in range(3) for tp in range(2)]
+    assert place_of({"dp": 1, "pp": 4, "tp": 1}, 0) == {"tp": 0, "pp": 3, "dp": 0}
+
+
+def test_what_is_sent_arrives_at_the_next_stage_in_order() -> None:
+    """More of it than may be on the way at a time; equal places along the other axis do not mix."""
+
+    def run(mesh: TorchMesh) -> tuple[list[float], int]:
+        stage, got = mesh.place["pp"], []
+        for n in range(6):
+            x = torch.full((2, 3), 100.0 * mesh.place["tp"] + n)
+            if stage:
+                got.append(float(mesh.receive(torch.empty(2, 3), "pp").mean()))
+                x = x + 1000 * stage
+            if stage < 2:
+                mesh.send(x, "pp")
+        # nobody leaves before all has arrived
+        mesh.all_reduce(torch.zeros(1), ("pp", "tp"))
+        return got, mesh.counts["send", ("pp",), 24]
+
+    found = on_every_rank(run, {"pp": 3, "tp": 2})
+    for rank, (got, sent) in enumerate(found):
+        stage, tp = 2 - rank // 2, rank % 2
+        assert got == [1000.0 * (stage - 1) + 100 * tp + n for n in range(6 if stage else 0)]
+        assert sent == (6 if stage < 2 else 0)
+
+
+def test_what_nobody_received_is_forgotten() -> None:
+    def run(mesh: TorchMesh) -> float:
+        x, is_first = torch.zeros(1), mesh.place["pp"] == 0
+        if is_first:
+            mesh.send(torch.tensor([1.0]), "pp")
+        # both know each other now, and the one is under way
+        mesh.all_reduce(torch.zeros(1), ("pp",))
+        mesh.renew("pp")
+        if is_first:
+            mesh.send(torch.tensor([2.0]), "pp")
+        else:
+            mesh.receive(x, "pp")
+        mesh.all_reduce(torch.zeros(1), ("pp",))
+        return float(x)
+
+    assert on_every_rank(run, {"pp": 2}) == [2.0, 0.0]
