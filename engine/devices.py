@@ -18,7 +18,7 @@ from .parallel import divisors_of
 class Collective:
     """One that happens `count` times a step. Bytes are those of its result, for each token, or each sampled row."""
 
-    kind: str  # all-reduce, all-gather or send
+    kind: str  # all-reduce, all-gather, reduce-scatter or send
     where: str
     mesh_axes: tuple[str, ...]
     count: int
@@ -68,9 +68,9 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
     found: list[Collective] = []
 
     def note(kind: str, where: str, axes: Sequence[str], count: int, of_rows: bool, bytes_each: int,
-             seldom: bool = False) -> None:  # fmt: skip
+             seldom: bool = False, without: Sequence[str] = ()) -> None:  # fmt: skip
         shared = (name for axis in axes for name in as_tuple(config.rules.get(axis)) if config.mesh_shape[name] > 1)
-        if count and (names := tuple(dict.fromkeys(shared))):
+        if count and (names := tuple(name for name in dict.fromkeys(shared) if name not in without)):
             found.append(Collective(kind, where, names, count, of_rows, bytes_each, seldom))
 
     if _is_split(model.weights["embed"], sizes):
@@ -84,7 +84,15 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
     for (name, axis, made), count in products.items():
         note("all-reduce", name, [axis], count, False, made * product)
     mixed = sum(any("experts" in spec.axes for spec in layer.values()) for layer in model.weights["layers"])
-    note("all-reduce", "experts", ["experts", "expert_mlp"], mixed, False, dim * wide)
+    if mixed and model.mixture and (replicas := config.num_joint) > 1:
+        # the tokens of all replicas, and a weight and an id of each chosen expert
+        note("all-gather", "experts", ["replicas"], mixed, False, replicas * dim * itemsize)
+        note("all-gather", "routing", ["replicas"], mixed, False, replicas * model.mixture.routing.num_chosen * 8)
+        note("reduce-scatter", "experts", ["replicas"], mixed, False, dim * wide)
+        if config.backend == "torch":
+            note("all-gather", "results", ["replicas"], 1, True, replicas * 4)
+    together = as_tuple(config.rules.get("replicas"))
+    note("all-reduce", "experts", ["experts", "expert_mlp"], mixed, False, dim * wide, without=together)
     table = model.weights.get("unembed", model.weights["embed"])
     if _is_split(table, sizes):
         # each device's best: bits of a float32, and an int32 id

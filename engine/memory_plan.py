@@ -254,7 +254,9 @@ def forward_bytes(config: EngineConfig, model: ModelSpec, divisors: Mapping[str,
     products = [_product_sizes(s, divisors) for s in leaves(model.weights) if s.product and s.product.startswith("t")]
     widest = max((x for x, _ in products), default=0)
     attention = max(_attention_bytes(config, spec, divisors) for spec in model.attention)
-    product = max(max((x + y for x, y in products), default=0), _mixture_size(model, divisors))
+    # experts that replicas share see the tokens of all
+    mixed = config.num_joint * _mixture_size(model, divisors)
+    product = max(max((x + y for x, y in products), default=0), mixed)
     return size * tokens * (3 * widest + product) + attention
 
 

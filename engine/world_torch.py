@@ -65,6 +65,7 @@ def make_mesh(shape: Mapping[str, int], world: World, device: str) -> TorchMesh:
         world.team.mail.abort = mesh.abort
     if device == "cuda":
         # NCCL connects now and not in a step, which could then not be recorded as a graph
-        mesh.all_reduce(torch.zeros(1, device=device), tuple(name for name, size in mesh.shape.items() if size > 1))
+        for name in (name for name, size in mesh.shape.items() if size > 1):
+            mesh.all_reduce(torch.zeros(1, device=device), (name,))
         mesh.counts.clear()
     return mesh

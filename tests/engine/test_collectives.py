@@ -39,7 +39,8 @@ def compiled(program: Any, *args: Any) -> Counter[tuple[str, int]]:
     """The same, counted in the program that XLA made."""
     found: Counter[tuple[str, int]] = Counter()
     text = program.lower(*args).compile().as_text()
-    for dtype, dims, kind in re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* (all-reduce|all-gather)(?:-start)?\(", text):
+    kinds = "all-reduce|all-gather|reduce-scatter"
+    for dtype, dims, kind in re.findall(rf"= \(?(\w+)\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", text):
         found[kind, DTYPES[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))] += 1
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def run(parts: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) ->
     """Tokens of prompts[i], each at the replica that is named."""
     schedulers = [_scheduler(parts.config, parts.memory_plan, parts.model) for _ in range(parts.config.num_joint)]
     requests = [
-        [Request(str(i), PROMPTS[i], params, request_key(params.seed or 0, 0), frozenset()) for i in own]
+        [
+            Request(f"{n}-{i}", PROMPTS[i], params, request_key(params.seed or 0, 0), frozenset())
+            for n, i in enumerate(own)
+        ]
         for own in prompts
     ]
     for scheduler, own in zip(schedulers, requests, strict=True):
@@ -84,3 +88,25 @@ def test_ranks_that_each_run_a_replica_give_the_tokens_of_one(tp: int) -> None:
     want = alone("torch", params, (0, 3, 2, 4))
     found = on_every_rank(lambda mesh: run(rank_of(mesh), [(0, 3, 2), (4,)], params), {"dp": 2, "pp": 1, "tp": tp})
     assert found == [want] * 2 * tp
+
+
+def planned(parts: Any, num_tokens: int, num_rows: int) -> Counter[tuple[str, tuple[str, ...], int]]:
+    """(kind, mesh axes, bytes) of each collective of a greedy step."""
+    found: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+    for c in parts.memory_plan.collectives:
+        if not c.seldom:
+            found[c.kind, c.mesh_axes, c.bytes_of(num_tokens, num_rows)] += c.count
+    return found
+
+
+def test_ranks_run_the_collectives_that_were_planned() -> None:
+    def counted(mesh: TorchMesh) -> Any:
+        parts, before = rank_of(mesh), Counter(mesh.counts)
+        # three rows in one replica, one in the other: steps of three
+        run(parts, [(1, 1, 1), (1,)], SamplingParams(temperature=0, max_tokens=2))
+        return parts, mesh.counts - before
+
+    for parts, counts in on_every_rank(counted, {"dp": 2, "pp": 1, "tp": 1}):
+        want = planned(parts, 3, 3) + planned(parts, 3, 3)
+        assert {kind for kind, _, _ in want} == {"all-gather", "reduce-scatter"}
+        assert counts == want
