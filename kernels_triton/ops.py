@@ -16,9 +16,9 @@ from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import derive, expert_kernels, few_rows, fused
+    from . import derive, expert_kernels, few_rows, fused, greatest
 else:
-    derive = expert_kernels = few_rows = fused = None
+    derive = expert_kernels = few_rows = fused = greatest = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -360,6 +360,8 @@ class TorchOps:
 
     def _argmax(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
+        if greatest and x.is_cuda and x.ndim == 2 and x.stride(1) == 1:
+            return greatest.argmax(x)
         if x.device.type != "cpu" or x.ndim != 2 or size % BLOCK:
             return torch.argmax(x, -1).to(torch.int32)
         # torch's argmax is not vectorised on the CPU, amax is: find the first block of the greatest, then look inside

@@ -254,7 +254,7 @@ class ModelSpec:
     embed(weights, step, ops) -> x_TE
     layer(layer_weights, layer_cache, x_TE, step, attention_spec, ops, layout) -> (x_TE, layer_cache)
     norm(weights, x_TE, ops) -> x_TE, the final norm alone: what transformers calls the last hidden state
-    unembed(weights, x_RE, ops) -> logits_RV, float32; the final norm is in it
+    unembed(weights, x_RE, ops) -> logits_RV, in the dtype of the weights; the final norm is in it
     """
 
     name: str

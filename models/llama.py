@@ -123,7 +123,7 @@ def norm(w: dict, x_TE: Array, ops: Any, *, eps: float) -> Array:
 def unembed(w: dict, x_RE: Array, ops: Any, *, eps: float) -> Array:
     h_RE = norm(w, x_RE, ops, eps=eps)
     logits_RV = ops.einsum("re,ve->rv", h_RE, w.get("unembed", w["embed"]), out=(None, "vocab"))
-    return ops.xp.astype(ops.constrain(logits_RV, (None, "vocab"), (None, None)), ops.xp.float32)
+    return ops.constrain(logits_RV, (None, "vocab"), (None, None))
 
 
 def all_weights(c: LlamaConfig) -> dict[str, Any]:

@@ -250,6 +250,6 @@ def make_request(i: int, prompt: Sequence[int], max_tokens: int) -> Request:
 def _logits(model: ModelSpec) -> Any:
     def logits(weights: Any, hidden_RE: Any, *, ops: Any) -> Any:
         # the rows go back as they came: a program gives back what it consumes
-        return model.unembed(weights, hidden_RE, ops), hidden_RE
+        return ops.xp.astype(model.unembed(weights, hidden_RE, ops), ops.xp.float32), hidden_RE
 
     return logits

@@ -16,6 +16,7 @@ from octavo.kernels_triton import (
     few_rows,
     few_rows_kernels,
     fused,
+    greatest,
     shared_prefix,
     triton_attention,
 )
@@ -39,8 +40,9 @@ INTEGERS = {
     "prompts",
     "rows",
     "table",
+    "places",
 }
-FLOATS = {"parts", "peaks", "sums", "cos", "sin"}
+FLOATS = {"parts", "peaks", "sums", "tops", "cos", "sin"}
 DIMS = {"K": 8, "G": 4, "D": 128, "V": 128, "VP": 128}
 STRIDES = {"Q_T": 6144, "Q_K": 768, "Q_G": 128, "K_N": 16384, "K_P": 1024, "K_K": 128}
 STRIDES |= {name.replace("K_", "V_", 1): size for name, size in STRIDES.items() if name.startswith("K_")}
@@ -124,6 +126,9 @@ def main() -> None:
         compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
     compile("derive", derive.derive_kernel, {"L": 4352, "P": 16, "B": derive.TOKENS, "C": derive.SEQS})
     compile("last_rows", derive.last_rows_kernel, {"E": 4096, "B": 1024})
+    size = {"V": 151936, "SIZE": 19456, "B": greatest.TILE}
+    compile("argmax-part", greatest.part_kernel, size)
+    compile("argmax-place", greatest.place_kernel, {"PARTS": 8, "P": 8}, num_warps=1)
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})

@@ -17,7 +17,7 @@ from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.engine import shared_prefixes
-from octavo.kernels_triton import fused
+from octavo.kernels_triton import fused, greatest
 from octavo.kernels_triton.ops import TorchOps
 from octavo.models.interface import Rope, Step
 
@@ -86,6 +86,23 @@ def test_heads_are_normed_apart(heads: int, group: int, dim: int) -> None:
     for x, scale, out in zip((q, k), scales, fused.qk_norm(q, k, *scales, 1e-6)):
         want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
         torch.testing.assert_close(out.double(), want, rtol=0, atol=tolerance("float32", "op"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 7), (1, 5000), (3, 2049), (200, 3100), (2, 1024)])
+def test_the_first_of_the_greatest(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also where several are equal, in parts of a row of their own, where all are -inf, and where a row goes on."""
+    rng = np.random.default_rng(shape[1])
+    # few values: each row has its greatest several times
+    whole = torch.from_numpy(rng.integers(-9, 9, (shape[0], shape[1] + 32)).astype(np.float32))
+    whole[:, shape[1] :] = float("nan")
+    x = whole.to(dtype)[:, : shape[1]]
+    np.testing.assert_array_equal(greatest.argmax(x), np.argmax(x.float().numpy(), -1))
+    x[0] = -float("inf")
+    x[-1, shape[1] - 1] = 10
+    out = greatest.argmax(x)
+    assert out.dtype == torch.int32 and out[-1] == shape[1] - 1
+    assert shape[0] == 1 or out[0] == 0
 
 
 @pytest.mark.parametrize("size", [33, 1024, 3000])
@@ -166,6 +183,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "few-rows-gate",
         "few-rows-add",
         "derive",
+        "argmax-part",
+        "argmax-place",
         "last_rows",
     }
     # a program may have 227 KiB of shared memory there

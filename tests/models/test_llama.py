@@ -48,7 +48,7 @@ def test_bfloat16_stays_near_the_oracle(name):
     drawn = random_weights(model, scale=0.1)
     weights = map_tree(lambda spec, x: x if spec.dtype else x.astype(ml_dtypes.bfloat16), model.weights, drawn)
     ours = all_logits(model, weights, get_backend("torch", {"dtype": "bfloat16"}), IDS)
-    assert ours.dtype == np.float32
+    assert ours.dtype == ml_dtypes.bfloat16
     exact = oracle.logits(model, weights, IDS)
     np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance("bfloat16", "logits"))
 
