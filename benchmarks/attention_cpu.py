@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-# run as a file: its own folder is on the path
-from common import make_step
-
 from octavo.engine.backend import get_backend
+from octavo.engine.bench.steps import make_step
 from octavo.models.interface import ArraySpec, AttentionSpec, Step
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK = 4, 3, 3, 64, 16

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from common import software
 
 from octavo.engine import LLM, SamplingParams
+from octavo.engine.bench.machine import software
 from octavo.engine.loading.aliases import fetch
 
 PROMPT, NEW, MANY = 32, 64, 32  # tokens, tokens, prompts

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from h200 import start
-from profile_step import profile_jax
-from workloads import CONFIGS
+
+from octavo.engine.bench.marks_worker import start
+from octavo.engine.bench.profile_jax import events
+from octavo.engine.bench.profiling import busiest
+from octavo.engine.bench.workloads import CONFIGS
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 PDL = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
@@ -192,7 +194,7 @@ def measure(bench: Bench, names: list[str], steps: int, profiled: list[str]) -> 
             found[name] = bench.run(name.split("/")[0], compiled, int(name.split()[1]), steps) | {"compile_s": seconds}
             if name in profiled:
                 run: Callable[[], Any] = partial(bench.run, name.split("/")[0], compiled, int(name.split()[1]), 8)
-                found[name]["profile"] = profile_jax(run, 6 if name.startswith("prefill") else 16)
+                found[name]["profile"] = busiest(events(run), 6 if name.startswith("prefill") else 16)
         # an option that this XLA does not know, or a program too large
         except (RuntimeError, ValueError) as error:
             found[name] = {"error": str(error)[:300]}
@@ -211,7 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
-    llm = start("jax", args.model, warmup="lazy", device=args.device, kv_cache_memory_bytes=2**33)
+    llm = start("jax", args.device, args.model, warmup="lazy", kv_cache_memory_bytes=2**33)
     print(f"engine after {time.perf_counter() - began:.1f} s", flush=True)
     found = measure(Bench(llm), args.cases, args.steps, args.profile)
     if args.out:

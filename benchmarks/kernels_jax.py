@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from workloads import CONFIGS
 
 import octavo.engine.backend_jax  # noqa: F401  (makes our dataclasses pytrees)
+from octavo.engine.bench.workloads import CONFIGS
 from octavo.engine.runner import cache_specs
 from octavo.kernels_pallas import mosaic_gpu
 from octavo.kernels_pallas.ops import JaxOps

@@ -14,10 +14,8 @@ import signal
 import time
 from typing import Any
 
-# run as a file: its own folder is on the path
-from workloads import CONFIGS, workload, write_config
-
 from octavo.engine import LLM, SamplingParams
+from octavo.engine.bench.workloads import CONFIGS, workload, write_config
 from octavo.engine.errors import RankLostError
 
 SMALL = {

@@ -2,8 +2,9 @@
 
     python benchmarks/prefixes.py --backend torch --model llama-8b [--slopes slopes_torch.json]
 
-"prefix" is that of workloads.py; "three" has three prefixes; in "arriving" 512 requests of 256 at a time end after 16
-to 112 tokens, so that many steps admit somebody. --slopes measures slopes.py's points with the same engine afterwards.
+"prefix" is that of `octavo bench marks`; "three" has three prefixes; in "arriving" 512 requests of 256 at a time end
+after 16 to 112 tokens, so that many steps admit somebody. --slopes measures slopes.py's points with the same engine
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from slopes import BATCHES, save
-from workloads import CONFIGS, Workload, random_ids, workload
+
+from octavo.engine.bench.machine import machine
+from octavo.engine.bench.marks_worker import start
+from octavo.engine.bench.workloads import CONFIGS, Workload, random_ids, workload
 
 ROUNDS = 2  # the first one compiles
 
@@ -54,11 +58,9 @@ def main() -> None:
     parser.add_argument("--slopes", type=Path)
     parser.add_argument("--seconds", type=float, default=30, help="of the slopes")
     args = parser.parse_args()
-    from h200 import machine, start
-
     config = CONFIGS[args.model]
     more = {"max_model_len": config["max_position_embeddings"], "max_num_seqs": max(BATCHES)} if args.slopes else {}
-    llm = start(args.backend, args.model, **({"warmup": "lazy"} | more | args.engine))
+    llm = start(args.backend, "cuda", args.model, **({"warmup": "lazy"} | more | args.engine))
     prefixes, all_workloads = llm.runner.prefixes, workloads(config["vocab_size"])
     while args.wait and not args.wait.exists():
         time.sleep(0.1)
@@ -75,7 +77,7 @@ def main() -> None:
         found["same"] = sum(a == b for a, b in zip(tokens[True], tokens[False], strict=True)), len(tokens[True])
         print(json.dumps(found), flush=True)
     if args.slopes:
-        save(args.slopes, llm, args.backend, args.model, machine(args.backend), args.seconds)
+        save(args.slopes, llm, args.backend, args.model, machine(args.backend, "cuda"), args.seconds)
     if args.done:
         args.done.touch()
 

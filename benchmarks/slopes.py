@@ -16,8 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import gpu
-from workloads import CONFIGS
+from octavo.engine.bench.machine import gpu, machine
+from octavo.engine.bench.marks_worker import start
+from octavo.engine.bench.workloads import CONFIGS
+from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
+from octavo.models.sampling import PARAMS
 
 COPY = 4.3e12  # bytes a second, of a large copy on an H200
 STEPS, WARM = 12, 3
@@ -46,9 +49,6 @@ def bytes_read(config: dict[str, Any], batch: int, context: int) -> float:
 
 def measure(llm: Any, batch: int, context: int) -> float:
     """Milliseconds of a decode step."""
-    from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
-    from octavo.models.sampling import PARAMS
-
     runner, size = llm.runner, llm.runner.block_size
     each = -(-(context + STEPS + WARM + 1) // size)
     rows = range(batch)
@@ -130,18 +130,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.draw:
         return draw(args.draw)
-    from h200 import machine, start
-
     config = CONFIGS[args.model]
     length = config["max_position_embeddings"]
-    llm = start(args.backend, args.model, max_model_len=length, max_num_seqs=max(BATCHES), warmup="lazy")
-    save(args.out, llm, args.backend, args.model, machine(args.backend), args.seconds)
+    llm = start(args.backend, "cuda", args.model, max_model_len=length, max_num_seqs=max(BATCHES), warmup="lazy")
+    save(args.out, llm, args.backend, args.model, machine(args.backend, "cuda"), args.seconds)
 
 
-def save(path: Path, llm: Any, backend: str, model: str, machine: dict[str, Any], seconds: float) -> None:
+def save(path: Path, llm: Any, backend: str, model: str, on: dict[str, Any], seconds: float) -> None:
     """Measures and writes the JSON file that `draw` reads."""
     found = measure_all(llm, CONFIGS[model], seconds)
-    value = {"backend": backend, "model": model, "gpu": gpu("name"), "machine": machine, "points": found}
+    value = {"backend": backend, "model": model, "gpu": gpu("name"), "machine": on, "points": found}
     path.write_text(json.dumps(value, indent=1))
 
 

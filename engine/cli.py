@@ -1,4 +1,7 @@
-"""The command `octavo`: generate, chat, run-batch, models and plan. What is slow to import is imported in place."""
+"""The command `octavo`: generate, chat, run-batch, models, plan, bench and the laboratory's.
+
+What is slow to import is imported in place.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .bench.cli import app as bench
 from .cli_arguments import TakesEngineArguments, engine_arguments, one_model
 from .cli_report import Debug, Json, ModelToo, Named, print_error, reporting, show
 from .lab.cli import register
@@ -31,6 +35,7 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Lists, fetches and inspects checkpoints.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(bench, name="bench")
 register(app)
 
 # engine arguments of LLM(...) that no option below names: --max-model-len 2048, --no-enable-prefix-caching ...

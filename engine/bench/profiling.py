@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
+
+from ..llm import LLM
+from ..sampling_params import SamplingParams
 
 STEPS = 8
 # name: requests, prompt tokens, how many steps until the measured ones; None: the prefill itself
@@ -17,17 +22,18 @@ CASES = {
 }
 
 
-def profile(llm: Any, backend: str, vocab: int) -> dict[str, Any]:
-    """Of each case: microseconds a step, of which the host waited, and what ran on the device."""
-    return {name: profile_case(llm, backend, vocab, *case) for name, case in CASES.items()}
+def profile(llm: LLM, vocab: int) -> dict[str, Any]:
+    """Of each case: microseconds a step, of which the host waited, and what ran on the GPU."""
+    return {name: profile_case(llm, vocab, *case) for name, case in CASES.items()}
 
 
-def profile_case(llm: Any, backend: str, vocab: int, count: int, length: int, warm: int | None) -> dict[str, Any]:
-    import random
+def profiler(backend: str) -> Any:
+    """The backend's `events` and `peak_memory`."""
+    return import_module(f"..profile_{backend}", __name__)
 
-    from octavo.engine import SamplingParams
 
-    rng = random.Random(count)
+def profile_case(llm: LLM, vocab: int, count: int, length: int, warm: int | None) -> dict[str, Any]:
+    rng, events = random.Random(count), profiler(llm.backend.name).events
 
     def add(tokens: int) -> None:
         for i in range(count):
@@ -44,7 +50,7 @@ def profile_case(llm: Any, backend: str, vocab: int, count: int, length: int, wa
         drain()
         found = {"wall_us": round((time.perf_counter() - started) * 1e6)}
         add(1)
-        found |= PROFILERS[backend](drain, 1)
+        found |= busiest(events(drain), 1)
         return found
     add(warm + 4 * STEPS)
     for _ in range(warm):
@@ -64,39 +70,12 @@ def profile_case(llm: Any, backend: str, vocab: int, count: int, length: int, wa
         llm.step()
     wall, llm.backend.read = time.perf_counter() - started, read
     found = {"wall_us": round(wall / STEPS * 1e6), "waited_us": round(waited[0] / STEPS * 1e6)}
-    found |= PROFILERS[backend](lambda: [llm.step() for _ in range(STEPS)], STEPS)
+    found |= busiest(events(lambda: [llm.step() for _ in range(STEPS)]), STEPS)
     drain()
     return found
 
 
-def profile_torch(run: Callable[[], Any], steps: int) -> dict[str, Any]:
-    import torch
-
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        run()
-        torch.cuda.synchronize()
-    on_device = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
-    return busiest([(e.name, e.device_time_total) for e in on_device], steps)
-
-
-def profile_jax(run: Callable[[], Any], steps: int) -> dict[str, Any]:
-    import tempfile
-    from pathlib import Path
-
-    import jax
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        # the lines of a GPU that are no streams tell the same kernels again, by module and operation
-        lines = [x for p in planes if p.name.startswith("/device:GPU") for x in p.lines if x.name.startswith("Stream")]
-        return busiest([(e.name, e.duration_ns / 1000) for line in lines for e in line.events], steps)
-
-
-def busiest(events: list[tuple[str, float]], steps: int) -> dict[str, Any]:
+def busiest(events: Sequence[tuple[str, float]], steps: int) -> dict[str, Any]:
     """Of (kernel, microseconds): what a step takes in all, and (microseconds, launches, kernel) of the largest."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for name, microseconds in events:
@@ -105,6 +84,3 @@ def busiest(events: list[tuple[str, float]], steps: int) -> dict[str, Any]:
     rows = sorted(((round(us, 1), round(n, 1), name[:70]) for name, (us, n) in times.items()), reverse=True)
     launches = round(sum(n for _, n in times.values()))
     return {"device_us": round(sum(us for us, _ in times.values()), 1), "launches": launches, "kernels": rows[:22]}
-
-
-PROFILERS = {"torch": profile_torch, "jax": profile_jax}

@@ -1,30 +1,14 @@
-"""What several benchmarks need: where they run, and a step as models derive it."""
+"""A step as models derive it, made by hand: for measuring an op alone."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from octavo.engine.backend import Backend
-from octavo.models.interface import ArraySpec, Step
-
-
-def software(*packages: str) -> dict[str, Any]:
-    """The day, and the versions of Python and of these packages."""
-    versions = {name: version(name) for name in packages}
-    return {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "versions": versions}
-
-
-def gpu(*fields: str) -> str:
-    """What nvidia-smi says of the GPU: these fields, with commas between them."""
-    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+from ...models.interface import ArraySpec, Step
+from ..backend import Backend
 
 
 def make_step(

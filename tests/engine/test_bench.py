@@ -1,0 +1,351 @@
+"""`octavo bench`: what is asked, what is counted and timed, and that parts are not run twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from backends import BACKENDS
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from octavo.engine.bench import marks, marks_table, measuring
+from octavo.engine.bench.measuring import latency, percentile, throughput
+from octavo.engine.bench.requests import dataset_requests, random_requests
+from octavo.engine.bench.workloads import NAMES, workload
+from octavo.engine.cli import app
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "torch_dtype": "float32", "eos_token_id": 1,
+}  # fmt: skip
+SMALL = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "64", "--max-num-seqs", "4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("shape")
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def _bench(*words: str):
+    return CliRunner().invoke(app, ["bench", *words], prog_name="octavo")
+
+
+# what peers were given: sha256 of the workloads as JSON, for a vocabulary of 1000
+WORKLOADS = {
+    "decode-1": "0d52d2d776588a8e",
+    "decode-64": "f872c8dd2490b55c",
+    "prefill": "aef21e48ead2210f",
+    "offline": "4a7a54746ecd1251",
+    "prefix": "47165e8c22a8a6f0",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_fixed_workloads_are_what_peers_were_given(name):
+    found = json.dumps([[ids, count] for ids, count in workload(name, 1000)])
+    assert hashlib.sha256(found.encode()).hexdigest()[:16] == WORKLOADS[name]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(0, 100))
+def test_percentiles_are_those_of_numpy(values, percent):
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12, abs=1e-12)
+
+
+def test_random_prompts_keep_to_lengths_prefix_and_seed():
+    asked = {"input_len": 10, "output_len": 3, "range_ratio": 0.25, "prefix_len": 4}
+    found = random_requests(400, 50, **asked, seed=1)
+    assert len(found) == 400
+    # floor(10 * 0.75) to ceil(10 * 1.25) behind the prefix; floor(2.25) to ceil(3.75): each of them occurs
+    assert set(Counter(len(ids) - 4 for ids, _ in found)) == set(range(7, 14))
+    assert {count for _, count in found} == {2, 3, 4}
+    assert len({tuple(ids[:4]) for ids, _ in found}) == 1
+    assert len({tuple(ids[4:8]) for ids, _ in found}) > 300
+    assert {i for ids, _ in found for i in ids} == set(range(50))
+    assert found == random_requests(400, 50, **asked, seed=1) != random_requests(400, 50, **asked, seed=2)
+    same = random_requests(5, 50, input_len=10, output_len=3)
+    assert [(len(ids), count) for ids, count in same] == [(10, 3)] * 5
+
+
+class Letters:
+    """A tokenizer with an id a letter, after one that begins."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(c) for c in text]
+
+
+def _dataset(path: Path, **more) -> list:
+    return dataset_requests(path, Letters(), **({"count": None, "output_len": None, "longest": 30} | more))
+
+
+def test_sharegpt_prompts_are_first_turns_and_the_answers_say_how_long(tmp_path):
+    def said(*turns: str) -> dict:
+        return {"id": "x", "conversations": [{"from": "human", "value": t} for t in turns]}
+
+    items = [
+        said("three", "four4", "more"),
+        said("alone"),
+        said("abcdef", "gh"),
+        said("ab", "short"),
+        said("x" * 28, "ab"),
+    ]
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(items))
+    # without an answer, under 4 tokens, and over 30 together: left out
+    found = _dataset(path)
+    assert sorted((len(ids), count) for ids, count in found) == [(6, 5), (7, 2)]
+    assert sorted(_dataset(path, output_len=9)) == sorted((ids, 9) for ids, _ in found)
+    assert len(_dataset(path, count=1)) == 1
+    with pytest.raises(ValueError, match=r"has 2 prompts .* expected 3"):
+        _dataset(path, count=3)
+
+
+def test_prompts_of_jsonl_may_say_how_long(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"alpha"\n\n{"prompt": "beta", "output_tokens": 7}\n{"prompt": "gamma"}\n')
+    found = _dataset(path, longest=200)
+    assert sorted(("".join(map(chr, ids[1:])), n) for ids, n in found) == [("alpha", 128), ("beta", 7), ("gamma", 128)]
+    assert {tuple(map(tuple, [i for i, _ in _dataset(path, longest=200, seed=s)])) for s in range(20)} != {
+        tuple(tuple(ids) for ids, _ in found)
+    }
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[1]", "item 1 has no prompt"),
+        ("{", "no valid JSON"),
+        ('{"prompt": "x"}', "no list of prompts"),
+        ('[{"prompt": "long enough", "output_tokens": 0}]', "output_tokens"),
+        ('[{"conversations": [{"value": 1}, {"value": "x"}]}]', "item 1 has no prompt"),
+    ],
+)
+def test_wrong_datasets_are_named(tmp_path, text, says):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        _dataset(path)
+
+
+class Clockwork:
+    """A step takes a second, but the fourth takes two; request i gets its first token after 1 + i steps."""
+
+    def __init__(self):
+        self.now, self.steps, self.left, self.waits = 0.0, 0, {}, {}
+        self.backend = SimpleNamespace(num_compiles=lambda: self.steps)
+
+    def add_request(self, name, prompt, params):
+        assert params.ignore_eos and params.temperature == 0
+        self.left[name], self.waits[name] = params.max_tokens, len(self.waits)
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        self.steps += 1
+        self.now += 2.0 if self.steps == 4 else 1.0
+        outputs = []
+        for name in list(self.left):
+            if self.waits[name]:
+                self.waits[name] -= 1
+                continue
+            self.left[name] -= 1
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[5])],
+                                           finished=not self.left[name]))  # fmt: skip
+            if not self.left[name]:
+                del self.left[name]
+        return outputs
+
+    def abort(self, names):
+        assert not self.left
+        self.waits.clear()
+
+    def get_stats(self):
+        return SimpleNamespace(num_preemptions=self.steps)
+
+
+def test_times_are_those_of_the_clock(monkeypatch):
+    engine = Clockwork()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: engine.now)
+    # tokens at 1, 2, 3 and at 2, 3, 5
+    found = throughput(engine, [([1, 2], 3), ([3], 3)])
+    assert found["elapsed_time"] == 5.0
+    assert (found["num_prompt_tokens"], found["num_output_tokens"], found["total_num_tokens"]) == (3, 6, 9)
+    rates = found["requests_per_second"], found["tokens_per_second"], found["output_tokens_per_second"]
+    assert rates == (2 / 5, 9 / 5, 6 / 5)
+    for name, values in (("latency_ms", [3, 5]), ("ttft_ms", [1, 2]), ("itl_ms", [1, 1, 1, 2])):
+        wanted = {f"p{p}": np.percentile(values, p) * 1e3 for p in (50, 90, 99)} | {"mean": np.mean(values) * 1e3}
+        assert found[name] == pytest.approx(wanted), name
+    assert (found["num_compiles"], found["num_preemptions"]) == (4, 4)
+
+
+def test_latency_leaves_its_warm_up_out(monkeypatch):
+    engine = Clockwork()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: engine.now)
+    # two steps each; the fourth step of all, in the second batch, is the slow one
+    found = latency(engine, [([1], 2)], warmup=1, iterations=3)
+    assert found["latencies"] == [3.0, 2.0, 2.0]
+    assert found["avg_latency"] == pytest.approx(7 / 3)
+    assert found["percentiles"] == {
+        str(p): pytest.approx(np.percentile([3, 2, 2], p)) for p in (10, 25, 50, 75, 90, 99)
+    }
+    assert found["output_tokens_per_second"] == pytest.approx(6 / 7)
+    assert found["ttft_ms"]["mean"] == pytest.approx(1000.0)
+    assert found["itl_ms"]["mean"] == pytest.approx(4000 / 3)
+    assert found["num_compiles"] == 6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_makes_exactly_what_is_asked(backend):
+    llm = tiny.engine(backend=backend, max_num_seqs=2)
+    asked = random_requests(5, tiny.VOCAB, input_len=9, output_len=4, range_ratio=0.5, seed=3)
+    run = measuring.run(llm, asked, detokenize=False)
+    assert [len(r.times) for r in run.requests] == [count for _, count in asked]
+    assert run.num_prompt_tokens == sum(len(ids) for ids, _ in asked)
+    assert all(r.times == sorted(r.times) and r.first > 0 and r.times[-1] <= run.seconds for r in run.requests)
+    # two run at a time, so the others begin when one has ended
+    assert sorted(r.first for r in run.requests)[2] >= min(r.times[-1] for r in run.requests)
+    assert not llm.has_unfinished_requests()
+
+
+def test_latency_prints_what_it_writes(folder, tmp_path):
+    path = tmp_path / "found.json"
+    words = [
+        "--input-len",
+        "5",
+        "--output-len",
+        "6",
+        "--batch-size",
+        "3",
+        "--num-iters",
+        "3",
+        "--num-iters-warmup",
+        "1",
+    ]
+    result = _bench("latency", "-m", str(folder), *words, *SMALL, "--output-json", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads(path.read_text())
+    assert len(found["latencies"]) == found["num_iters"] == 3
+    assert found["avg_latency"] == pytest.approx(np.mean(found["latencies"]))
+    assert found["output_tokens_per_second"] == pytest.approx(3 * 18 / sum(found["latencies"]))
+    assert found["percentiles"]["90"] == pytest.approx(np.percentile(found["latencies"], 90))
+    assert found["machine"]["versions"]["octavo"]
+
+
+def test_throughput_counts_tokens_and_prints_a_table(folder):
+    words = [
+        "--num-prompts",
+        "7",
+        "--input-len",
+        "6",
+        "--output-len",
+        "4",
+        "--random-range-ratio",
+        "0.5",
+        "--seed",
+        "5",
+    ]
+    result = _bench("throughput", "-m", str(folder), *words, *SMALL, "--prefix-len", "3", "--json")
+    assert result.exit_code == 0, result.output
+    found, asked = json.loads(result.stdout), random_requests(
+        7, 300, input_len=6, output_len=4, range_ratio=0.5, prefix_len=3, seed=5
+    )  # fmt: skip
+    assert found["num_prompt_tokens"] == sum(len(ids) for ids, _ in asked)
+    assert found["num_output_tokens"] == sum(count for _, count in asked)
+    assert found["tokens_per_second"] == pytest.approx(found["total_num_tokens"] / found["elapsed_time"])
+    table = _bench("throughput", "-m", str(folder), *words, *SMALL)
+    assert table.exit_code == 0, table.output
+    assert "to the first token" in table.stdout and "requests per second" in table.stdout
+
+
+def test_throughput_takes_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "The capital of France is", "output_tokens": 3},
+        {"prompt": "Once upon a time there was", "output_tokens": 2},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    result = _bench("throughput", "--dataset-path", str(path), "--max-model-len", "256", "--json", "--threads", "1",
+                    "--backend", "torch")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["num_requests"], found["num_prompt_tokens"], found["num_output_tokens"]) == (2, 5 + 6, 3 + 2)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["latency", "--num-iters", "0"], "num_iters"),
+        (["latency", "--batch-size", "0"], "num_prompts"),
+        (["throughput", "--random-range-ratio", "1"], "random_range_ratio"),
+        (["throughput", "--dataset-path", __file__, "--input-len", "3"], "--input-len"),
+        (["throughput", "--dataset-path", "no-such-file"], "no-such-file"),
+        (["throughput", "--output-json", "no-such-folder/x.json"], "no-such-folder"),
+        (["throughput", "--output-len", "0"], "output_len"),
+        (["marks", "--models", "no-such-model", "--device", "cpu"], "no-such-model"),
+        (["marks", "--parts", "decode-2", "--device", "cpu"], "decode-2"),
+        (["marks", "--parts", "attention", "--device", "cpu"], "needs a GPU"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(words, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octavo.engine.llm.LLM", None)
+    result = _bench(*words)
+    assert result.exit_code == 1, result.output
+    assert says in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_the_marks_are_kept_and_not_run_again(folder, tmp_path, monkeypatch):
+    out = tmp_path / "marks.json"
+    small = {"device": "cpu", "kv_cache_memory_bytes": 2**26, "threads": 1, "warmup": "lazy"}
+    found = marks.run("torch", [str(folder)], ["decode-1"], out=out, **small)
+    assert found == json.loads(out.read_text())
+    part = found[f"torch/{folder}/decode-1"]
+    assert part["tok_s"] == pytest.approx(512 / part["seconds"], rel=0.01)
+    assert part["compiles"] == 0 and found[f"torch/{folder}/startup"]["seconds"] > 0.5
+    assert "H200" not in json.dumps(found)
+
+    jobs = []
+
+    def noted(command, **more):
+        jobs.append(json.loads(command[-1]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    marks.run("torch", [str(folder)], ["decode-1"], out=out, **small)
+    assert jobs == []
+    marks.run("torch", [str(folder)], ["decode-1", "decode-64"], out=out, **small)
+    marks.run("torch", [str(folder)], ["decode-1"], out=out, again=True, **small)
+    assert [job["parts"] for job in jobs] == [["decode-64"], ["decode-1"]]
+    with pytest.raises(ValueError, match="threads"):
+        marks.run("torch", [str(folder)], ["decode-64"], out=out, **small | {"threads": 2})
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=3))
+    with pytest.raises(ChildProcessError, match="decode-64"):
+        marks.run("torch", [str(folder)], ["decode-64"], out=out, **small)
+
+
+def test_an_h200_stands_beside_peers_and_other_machines_do_not():
+    values = {
+        "torch//machine": {"gpu": "NVIDIA H200, 580"},
+        "torch/llama-8b/prefill": {"tok_s": 40000.0, "seconds": 6.5},
+    }
+    (row,) = marks_table.rows(values, "torch", ["llama-8b", "qwen3-0.6b"])
+    assert row == {"model": "llama-8b", "part": "prefill", "octavo": 40000.0, "unit": "input tok/s", "vLLM 0.26": 41100,
+                   "mark": 41000}  # fmt: skip
+    (row,) = marks_table.rows(values | {"torch//machine": {"cpu": "x"}}, "torch", ["llama-8b"])
+    assert list(row) == ["model", "part", "octavo", "unit"]
