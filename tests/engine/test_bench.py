@@ -142,7 +142,8 @@ def test_wrong_datasets_are_named(tmp_path, text, says):
 class Clockwork:
     """A step takes a second, but the fourth takes two; request i gets its first token after 1 + i steps."""
 
-    def __init__(self):
+    def __init__(self, burst: int = 1):
+        self.burst = burst  # tokens of an output
         self.now, self.steps, self.left, self.waits = 0.0, 0, {}, {}
         self.backend = SimpleNamespace(num_compiles=lambda: self.steps)
 
@@ -161,10 +162,10 @@ class Clockwork:
             if self.waits[name]:
                 self.waits[name] -= 1
                 continue
-            self.left[name] -= 1
-            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[5])],
-                                           finished=not self.left[name]))  # fmt: skip
-            if not self.left[name]:
+            self.left[name] -= self.burst
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[5] * self.burst)],
+                                           finished=self.left[name] <= 0))  # fmt: skip
+            if self.left[name] <= 0:
                 del self.left[name]
         return outputs
 
@@ -189,6 +190,12 @@ def test_times_are_those_of_the_clock(monkeypatch):
         wanted = {f"p{p}": np.percentile(values, p) * 1e3 for p in (50, 90, 99)} | {"mean": np.mean(values) * 1e3}
         assert found[name] == pytest.approx(wanted), name
     assert (found["num_compiles"], found["num_preemptions"]) == (4, 4)
+
+
+def test_tokens_that_come_together_are_counted_each():
+    assert throughput(Clockwork(burst=2), [([1], 4)])["num_output_tokens"] == 4
+    with pytest.raises(RuntimeError, match="got 4 tokens, expected 3"):
+        throughput(Clockwork(burst=2), [([1], 3)])
 
 
 def test_latency_leaves_its_warm_up_out(monkeypatch):
