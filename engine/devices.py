@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..models.interface import ArraySpec, ModelSpec
 from ..sharding.rules import as_tuple
@@ -45,18 +44,6 @@ def stages(num_layers: int, num_stages: int) -> list[range]:
     """Which layers each stage has: neighbours, as evenly as can be, the first ones more."""
     ends = [-(-num_layers * i // num_stages) for i in range(num_stages + 1)]
     return [range(a, b) for a, b in itertools.pairwise(ends)]
-
-
-def stage_weights(model: ModelSpec, layers: range) -> dict[str, Any]:
-    """The part of the weights tree that a stage needs: the table at the first, what follows the layers at the last."""
-    found: dict[str, Any] = {"layers": model.weights["layers"][layers.start : layers.stop]}
-    is_first, is_last = layers.start == 0, layers.stop == len(model.attention)
-    for name, specs in model.weights.items():
-        lookup, tied = name == "embed", "unembed" not in model.weights
-        needed = (is_first or (is_last and tied)) if lookup else is_last or name == "ropes"
-        if name != "layers" and needed:
-            found[name] = specs
-    return found
 
 
 def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> list[Collective]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class EngineSteps:
     stats: StatsLogger | None
     step_log: StepLog | None
     lock: threading.RLock
-    unread: Pending | None  # the step in flight
+    unread: deque[Pending]  # the steps in flight, the oldest first
+    max_unread: int  # a step more is launched only once the oldest is read
     touched: dict[str, Family]  # queued requests with news that step() has not returned yet
 
     def _advance(self) -> tuple[int, list[Family]]:
@@ -48,7 +50,7 @@ class EngineSteps:
             return sum(r.samples and r.error is None for r in touched), families
 
     def _run_step(self) -> list[Request]:
-        """Plans and launches a step, then reads the one before it (overlapped) or itself (synchronous).
+        """Plans and launches a step, then reads the oldest if `max_unread` are in flight, or none could be planned.
 
         Returns the requests that got a token, and those that ended because of their grammar.
         """
@@ -59,16 +61,17 @@ class EngineSteps:
             self.metrics.planned(plan)
         if plan and self.structured.is_late(plan):
             # only the head waits for the tokens that its mask depends on
-            hidden = self.runner.launch_forward(plan)
-            touched = self._read_last()
-            self.unread = self.runner.launch_head(plan, hidden, self._mask(plan))
+            hidden, touched = self.runner.launch_forward(plan), []
+            while self.unread:
+                touched += self._read_oldest()
+            self.unread.append(self.runner.launch_head(plan, hidden, self._mask(plan)))
         else:
-            pending = self.runner.launch(plan, self._mask(plan)) if plan else None
-            if self.config.async_scheduling:
-                pending, self.unread = self.unread, pending
-            if plan is None and pending is None:
+            if plan:
+                self.unread.append(self.runner.launch(plan, self._mask(plan)))
+            if plan is None and not self.unread:
                 self.structured.wait()
-            touched = self._absorb(pending) if pending else []
+            is_full = plan is None or len(self.unread) >= self.max_unread
+            touched = self._read_oldest() if self.unread and is_full else []
         if self.metrics and self.stats:
             self.metrics.read(touched)
             self.stats.after_step()
@@ -81,9 +84,8 @@ class EngineSteps:
             self.step_log.masked(plan, mask)
         return mask
 
-    def _read_last(self) -> list[Request]:
-        pending, self.unread = self.unread, None
-        return self._absorb(pending) if pending else []
+    def _read_oldest(self) -> list[Request]:
+        return self._absorb(self.unread.popleft())
 
     def _end_failed(self) -> list[Request]:
         """Ends requests that cannot go on in their grammar, and returns them."""
@@ -99,7 +101,7 @@ class EngineSteps:
 
     def _abandon(self) -> None:
         """Ends all requests with "error" and starts from an empty cache."""
-        self.unread = None
+        self.unread.clear()
         self.scheduler.abandon()
         self.structured.clear()
         if self.metrics:

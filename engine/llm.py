@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -82,7 +83,8 @@ class LLM(Sleeps):
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
         self.structured = StructuredOutput(form, self.tokenizer, self.model.vocab_size, self.eos_ids)
-        self.unread: Pending | None = None
+        self.unread: deque[Pending] = deque()
+        self.max_unread = 2 if self.config.async_scheduling else 1
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}
         self.lock = threading.RLock()
@@ -266,7 +268,7 @@ class LLM(Sleeps):
                 self.touched.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or self.unread is not None or bool(self.touched)
+        return self.scheduler.has_work or bool(self.unread) or bool(self.touched)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the news of the requests of add_request: what their output_kind asks for, of those

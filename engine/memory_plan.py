@@ -13,11 +13,12 @@ import numpy as np
 from ..models.interface import ArraySpec, AttentionSpec, ModelSpec, leaves, row_specs_of
 from ..models.keeps import by_window, keeps_of
 from ..models.sampling import row_specs
+from ..models.stage import stage_tree
 from .arguments import GIB
 from .batch import READ_TILE
 from .block_manager import peak_blocks
 from .config import EngineConfig
-from .devices import Collective, Stage, collectives_of, stage_weights, stages
+from .devices import Collective, Stage, collectives_of, stages
 
 DEFAULT_CACHE_BYTES = 2 * GIB
 # of what max_num_seqs requests of max_model_len need: a default cache beyond it would hardly be reused
@@ -106,7 +107,7 @@ class Planner:
 
     def stage_bytes(self, layers: range) -> int:
         """Bytes of the weights of a pipeline stage, on one device."""
-        tree = stage_weights(self.model, layers)
+        tree = stage_tree(self.model, layers, self.model.weights)
         specs, embed = leaves(tree), tree.get("embed")
         if self.config.backend == "torch" and embed is not None and embed.product is not None:
             # packed for its product, a tied table is kept a second time for look-ups

@@ -272,6 +272,7 @@ class ModelSpec:
     unembed: Callable[..., Array]
     extra: Mapping[str, ArraySpec] = field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, if the model has one
+    first_layer: int = 0  # of the whole model, where this is a stage of it (models/stage.py)
 
 
 class CacheLayout(Protocol):

@@ -122,7 +122,7 @@ def norm(w: dict, x_TE: Array, ops: Any, *, eps: float) -> Array:
 
 def unembed(w: dict, x_RE: Array, ops: Any, *, eps: float) -> Array:
     h_RE = norm(w, x_RE, ops, eps=eps)
-    logits_RV = ops.einsum("re,ve->rv", h_RE, w.get("unembed", w["embed"]), out=(None, "vocab"))
+    logits_RV = ops.einsum("re,ve->rv", h_RE, w["unembed"] if "unembed" in w else w["embed"], out=(None, "vocab"))
     return ops.constrain(logits_RV, (None, "vocab"), (None, None))
 
 

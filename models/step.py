@@ -81,12 +81,13 @@ def run_layers(
 ) -> tuple[Array, CacheState]:
     """Embeds a step's tokens and runs every layer. Returns the hidden rows of all tokens, and the cache.
 
-    `taps` gets "embed", "layer.i" (the rows behind layer i; the first is 0), and what each op of a layer returns.
+    `taps` gets "embed", "layer.i" (the rows behind layer i; the first is 0), and what each op of a layer returns. A
+    stage that is not the first embeds nothing: it goes on with the rows of the stage before.
     """
     steps = derive_all(weights, cache, inputs, model, layout.block_size, ops)
     ops = ops.for_step(steps)
     x_TE = model.embed(weights, steps[0], ops)
-    if taps:
+    if taps and not model.first_layer:
         taps.keep("embed", x_TE)
     home = {n: (g, i) for g, group in enumerate(model.groups) for i, n in enumerate(group.layers)}
     groups = [list(group) for group in cache.groups]
@@ -94,10 +95,11 @@ def run_layers(
     layer = model.layer if taps else ops.layer(model.layer)
     for n, w in enumerate(weights["layers"]):
         g, i = home[n]
-        layer_ops = TappedOps(ops, taps, f"layer.{n}", w) if taps else ops
+        name = f"layer.{model.first_layer + n}"
+        layer_ops = TappedOps(ops, taps, name, w) if taps else ops
         x_TE, groups[g][i] = layer(w, groups[g][i], x_TE, steps[g], model.attention[n], layer_ops, layout)
         if taps:
-            taps.keep(f"layer.{n}", x_TE)
+            taps.keep(name, x_TE)
     computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
     return x_TE, CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
 
@@ -140,6 +142,15 @@ def forward_all(
         taps.keep("norm", model.norm(weights, x_TE, ops))
     tapped = taps.found if taps else {}
     return ops.last_rows(last_rows, x_TE, inputs, max_num_seqs), {"last": x_TE} | tapped, cache
+
+
+def forward_stage(
+    weights: dict, cache: CacheState, inputs: StepInput, *, ops: Any, model: ModelSpec, layout: CacheLayout
+) -> tuple[dict[str, Array], CacheState]:
+    """As forward_all, of a stage that is not the last: nothing of what it returns is sampled."""
+    taps = Taps(inputs.taps) if inputs.taps else None
+    x_TE, cache = run_layers(weights, cache, inputs, ops=ops, model=model, layout=layout, taps=taps)
+    return {"last": x_TE} | (taps.found if taps else {}), cache
 
 
 def last_rows(x_TE: Array, inputs: StepInput, max_num_seqs: int, ops: Any) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,7 @@ def test_a_step_that_cannot_be_read_ends_all_requests(backend: str, error: type[
     llm = engine(backend=backend, async_scheduling=True)
     llm.add_request("a", PROMPTS[0], GREEDY)
     llm.step()
-    llm.unread = Unreadable(error)
+    llm.unread = deque([Unreadable(error)])
     with pytest.raises(error):
         llm.step()
     (output,) = llm.step()
