@@ -29,6 +29,12 @@ class Draft:
     num_logprobs: int = -1
     token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose logprobs are wanted, by request id
     cuts: bool = False
+    tokens: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that it has so far."""
+        return len(self.planned) + len(self.committed)
 
     def computed_before(self, r: Request) -> int:
         """Tokens of a request that earlier steps have computed."""
@@ -49,6 +55,7 @@ class Draft:
             tuple(self.token_ids.get(c.request_id, ()) for c in self.chunks if c.samples) if self.token_ids else (),
             tuple(self.ended),
             self.cuts,
+            tuple(self.tokens),
         )
 
 

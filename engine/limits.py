@@ -20,6 +20,7 @@ class SchedulerConfig:
     policy: str = "fcfs"  # or "priority", or FILE.py:NAME
     order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
     watermark: float = 0.0  # part of each pool that an admission leaves free while others run
+    batches: int = 1  # how many may be in flight, each with its share of the requests, where stages work on several
 
     def __post_init__(self) -> None:
         seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
@@ -37,6 +38,8 @@ class SchedulerConfig:
             raise ValueError(f"policy {self.policy!r} is none of {', '.join(POLICIES)}, nor FILE.py:NAME")
         if self.order not in ("decode_first", "prefill_first"):
             raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
+        if self.batches < 1:
+            raise ValueError(f"batches {self.batches} must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark {self.watermark} is not a part of the pool, from 0 to under 1")
 

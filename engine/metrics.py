@@ -17,7 +17,7 @@ from .scheduler import Scheduler
 
 STARTED = frozenset((Reason.ADMITTED, Reason.FORKED, Reason.RESUMED))
 # what stops the head of the queue, and with it all behind it
-HELD_UP = frozenset((Reason.NO_BUDGET, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION))
+HELD_UP = frozenset((Reason.NO_BUDGET, Reason.NEXT_BATCH, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION))
 OTHERS = frozenset(
     (Reason.PREEMPTED, Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR, Reason.ENDS_UNREAD)
     + (*STARTED, *HELD_UP)

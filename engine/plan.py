@@ -25,11 +25,12 @@ class Reason(StrEnum):
     ENDS_UNREAD = "ends_unread"  # a token in flight is certain to be its last
     # why the head of the waiting queue, and so all behind it, does not start
     NO_BUDGET = "no_budget"  # also a running one: the token budget is spent
+    NEXT_BATCH = "next_batch"  # likewise: this batch has its share of the requests
     NO_SEAT = "no_seat"  # max_num_seqs are running
     NO_ROOM = "no_room"  # its blocks do not fit
     AFTER_PREEMPTION = "after_preemption"  # a step that preempts admits nobody
     # why a waiting one is set aside, without holding up those behind it
-    IN_FLIGHT = "in_flight"  # preempted, with a token unread
+    IN_FLIGHT = "in_flight"  # preempted, with a token unread; a running one too where there are several batches
     GRAMMAR = "grammar"  # its grammar is being compiled
     SIBLING = "sibling"  # the first of its family computes the prompt
 
@@ -117,6 +118,8 @@ class Plan:
     token_ids: tuple[tuple[int, ...], ...] = ()  # a sampled chunk: ids whose logprobs it wants; empty: nobody does
     ended: tuple[str, ...] = ()  # ids of computed-only requests whose last chunk this is
     cuts: bool = False  # whether the layout drops tokens of a prompt behind a chunk
+    # (row, position, id) of tokens sampled in earlier steps, for whoever did not sample them: where there are stages
+    tokens: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def taps(self) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ class Request:
     computed: int = 0
     in_flight: int = 0
     row: int | None = None  # None: not running
+    last_step: int = -1  # the last plan that goes on with it
     num_read: int = 0  # places below it are in a plan, as far as they are wanted
     complete: bool = False  # computed only, and its last chunk is in a plan
     first_step: int = 0  # the first plan that can hold it

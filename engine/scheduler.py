@@ -28,6 +28,8 @@ class Scheduler:
     """Call schedule, launch what it returns, and hand the tokens to update, in the order of the plans.
 
     schedule may be called again before update: None then means that nothing can go on until a result is read.
+    With several `batches`, a request whose token is unread is in no plan, and a plan has its share of them alone, those
+    first that have waited longest: so there is work for so many stages at a time.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Any = None):
@@ -225,12 +227,16 @@ class Scheduler:
     def _continue(self, draft: Draft, requests: Iterable[Request]) -> None:
         """Plans the next tokens of running requests, in this order."""
         size, forgets, cuts = self.blocks.block_size, self.blocks.forgets, self.blocks.cuts
-        for r in requests:
+        most, several = self._share(len(self.running)), self.config.batches > 1
+        for r in sorted(requests, key=lambda r: r.last_step) if several else requests:
             if r.row is None:
                 continue
             num_tokens = len(r.tokens) + r.in_flight
             if r.complete or (r.in_flight and num_tokens >= r.limit):
                 draft.reasons.append((r.id, Reason.ENDS_UNREAD))
+                continue
+            if several and (r.in_flight or draft.num_taken >= most):
+                draft.reasons.append((r.id, Reason.IN_FLIGHT if r.in_flight else Reason.NEXT_BATCH))
                 continue
             if not draft.budget:
                 draft.reasons.append((r.id, Reason.NO_BUDGET))
@@ -313,6 +319,8 @@ class Scheduler:
             return Reason.AFTER_PREEMPTION
         if len(self.running) >= self.limits.max_num_seqs:
             return Reason.NO_SEAT
+        if draft.num_taken >= self._share(min(len(self.alive), self.limits.max_num_seqs)):
+            return Reason.NEXT_BATCH
         return None if draft.budget else Reason.NO_BUDGET
 
     def _admit(self, r: Request, draft: Draft, spare: int) -> Reason | None:
@@ -347,6 +355,11 @@ class Scheduler:
 
     def _commit_planned(self, draft: Draft) -> None:
         # only now that nobody can be preempted any more: a victim's blocks would be hit although its step never runs
+        if self.config.batches > 1:
+            for r in draft.planned:
+                assert r.row is not None
+                if len(r.prompt) <= r.computed == len(r.tokens) - 1:
+                    draft.tokens.append((r.row, r.computed, r.tokens[-1]))
         self._commit(draft.planned, draft)
         draft.committed |= draft.planned
         draft.planned = {}
@@ -357,6 +370,7 @@ class Scheduler:
         for r, n in planned.items():
             start, known = r.computed, len(r.tokens)
             r.computed = end = start + n
+            r.last_step = self.step
             samples = end == known + r.in_flight and r.samples
             if cuts is not None and cuts.left(end, len(r.prompt)) < cuts.slots(end, len(r.prompt)):
                 draft.cuts = True
@@ -384,6 +398,10 @@ class Scheduler:
         self.step += 1
         self.events = []
         return plan
+
+    def _share(self, num_requests: int) -> int:
+        """How many of them a batch has."""
+        return -(-num_requests // self.config.batches)
 
     def _wanted(self, r: Request) -> int:
         return len(r.tokens) + r.in_flight - r.computed

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLAIN = (
     *("id", "prompt", "priority", "arrival", "cache_salt", "index", "tokens", "limit", "variant", "num_logprobs"),
     *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
-    *("samples", "num_read", "complete", "first_step", "compiling"),
+    *("samples", "num_read", "complete", "first_step", "compiling", "last_step"),
 )
 COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
 

@@ -124,6 +124,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         value["ended"] = list(plan.ended)
     if plan.cuts:
         value["cuts"] = True
+    if plan.tokens:
+        value["tokens"] = [list(token) for token in plan.tokens]
     return value
 
 
@@ -142,6 +144,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         tuple(map(tuple, value.get("token_ids", ()))),
         tuple(value.get("ended", ())),
         value.get("cuts", False),
+        tuple((row, position, token) for row, position, token in value.get("tokens", ())),
     )
 
 

@@ -22,6 +22,7 @@ class Req:
     out: list[int] = field(default_factory=list)
     unread: int = 0
     computed: int = 0
+    last: int = -1  # the step that went on with it
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -41,7 +42,7 @@ class Oracle:
         self.cached: list[tuple[object, int]] = []  # (key, block) in order of registration
         self.waiting: list[Req] = []
         self.running: list[Req] = []
-        self.preempted = 0
+        self.preempted = self.step = 0
 
     def add(self, r):
         self.waiting.append(r)
@@ -53,6 +54,11 @@ class Oracle:
 
     def schedule(self):
         """[(id, first token, number of tokens, samples)] of the step, and who was admitted with how many cached."""
+        done = self.decide()
+        self.step += bool(done)
+        return done
+
+    def decide(self):
         self.budget, self.plan, self.admitted, self.victims = self.c.max_num_batched_tokens, {}, [], 0
         long = [r for r in self.running if r.total - r.computed > 1]
         if self.c.order == "decode_first":
@@ -70,8 +76,13 @@ class Oracle:
         return new + self.count([r for r in self.plan if r.id not in {d[0] for d in new}])
 
     def run(self, requests):
+        several, most = self.c.batches > 1, ceil(len(self.running) / self.c.batches)
+        if several:
+            requests = sorted(requests, key=lambda r: r.last)
         for r in requests:
             if r not in self.running or self.surely_ends(r) or self.budget == 0:
+                continue
+            if several and (r.unread or len(self.plan) == most):
                 continue
             n = min(self.threshold(r, r.total - r.computed), self.budget)
             need = ceil((r.computed + n) / self.size) - len(r.blocks)
@@ -94,6 +105,9 @@ class Oracle:
         aside = []
         while self.waiting and self.budget and len(self.running) < self.c.max_num_seqs and not self.victims:
             r = self.waiting[0]
+            everybody = len(self.running) + len(self.waiting) + len(aside)
+            if len(self.plan) == ceil(min(everybody, self.c.max_num_seqs) / self.c.batches):
+                break
             if r.unread:
                 aside.append(self.waiting.pop(0))
                 continue
@@ -127,6 +141,7 @@ class Oracle:
             done.append((r.id, r.computed, n, r.computed + n == r.total))
             r.computed += n
             r.unread += done[-1][3]
+            r.last = self.step
             self.register(r, r.computed)
         return done
 

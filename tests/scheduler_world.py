@@ -23,6 +23,7 @@ from octavo.engine.step_log import from_json, to_json
 from octavo.engine.waiting import rank
 
 ASIDE = (Reason.IN_FLIGHT, Reason.SIBLING)
+LATER = (Reason.ENDS_UNREAD, Reason.NO_BUDGET, Reason.IN_FLIGHT, Reason.NEXT_BATCH)
 STARTED = (Reason.ADMITTED, Reason.FORKED, Reason.RESUMED)
 ALPHABET = 5  # token ids; few, so that prompts share prefixes
 
@@ -111,6 +112,7 @@ class Row:
     pasts: list[int]
     computed: int
     seed: int
+    sampled: int | None = None  # a token that the first stage does not know yet
 
 
 class Device:
@@ -124,6 +126,8 @@ class Device:
         longest = blocks.ceil(scheduler.config.max_model_len)
         self.tables = [[[0] * longest for _ in range(scheduler.config.max_num_seqs)] for _ in blocks.windows]
         self.rows: dict[int, Row] = {}
+        # several stages: a token that the last one samples reaches the first only in a later plan
+        self.stages = scheduler.config.batches > 1
 
     def launch(self, plan: Plan, salts: dict[str, str | None]) -> list[int]:
         """The sampled tokens. They go to the rows at once, as on a device; the host may read them later."""
@@ -133,6 +137,14 @@ class Device:
             self.rows[a.row] = Row(pasts(list(a.tokens), salts[by_row[a.row]]), a.num_computed, a.key[0])
             for table in self.tables:
                 table[a.row] = [0] * len(table[a.row])
+        assert self.stages or not plan.tokens
+        for at, position, token in plan.tokens:
+            row = self.rows[at]
+            if position == len(row.pasts):
+                assert token == row.sampled
+                row.pasts.append(past(row.pasts[-1], token))
+            # one that was preempted knows them all
+            assert position == len(row.pasts) - 1 and row.pasts[-1] == past(row.pasts[-2], token)
         for w in plan.table_writes:
             self.tables[w.group][w.row][w.index : w.index + len(w.blocks)] = w.blocks
         moved = [(t.group, t.target, list(self.slots[t.group][t.source])) for t in plan.transfers]
@@ -173,7 +185,10 @@ class Device:
     def _sample(self, at: int) -> int:
         row = self.rows[at]
         token = draw(row.seed, row.pasts[-1])
-        row.pasts.append(past(row.pasts[-1], token))
+        if self.stages:
+            row.sampled = token
+        else:
+            row.pasts.append(past(row.pasts[-1], token))
         return token
 
 
@@ -345,7 +360,19 @@ def check_plan(s: Scheduler, plan: Plan, queue: list[Request], running: list[Req
     assert set(victims) == set(worst_last[len(running) - len(victims) :])
     assert not (victims and started), "a step that preempts admits nobody"
     for r in running:
-        assert r.id in ids or r in victims or why[r.id] in (Reason.ENDS_UNREAD, Reason.NO_BUDGET), f"{r.id}: no reason"
+        assert r.id in ids or r in victims or why[r.id] in LATER, f"{r.id}: no reason"
+    if c.batches > 1:
+        check_batch(s, plan, queue, running)
+
+
+def check_batch(s: Scheduler, plan: Plan, queue: list[Request], running: list[Request]) -> None:
+    """A plan has its share, nobody whose token is unread, and of the running ones those that have waited longest."""
+    ids = {chunk.request_id: chunk for chunk in plan.chunks}
+    everybody = min(len(queue) + len(running), s.limits.max_num_seqs)
+    assert len(ids) <= max(1, -(-everybody // s.config.batches))
+    for r in (*queue, *running):
+        if r.id in ids:
+            assert r.in_flight == ids[r.id].samples, f"{r.id} is in two batches"
 
 
 def check_tables(s: Scheduler, device: Device) -> None:

@@ -26,13 +26,14 @@ SAYS = {
     Reason.NO_SEAT: "waits: max_num_seqs requests are running",
     Reason.NO_ROOM: "waits: its blocks do not fit",
     Reason.AFTER_PREEMPTION: "waits: a step that preempts admits nobody",
-    Reason.IN_FLIGHT: "waits: a token from before its preemption is unread",
+    Reason.NEXT_BATCH: "waits: this batch has its share of the requests",
+    Reason.IN_FLIGHT: "waits: a token of it is unread",
     Reason.GRAMMAR: "waits: its grammar is being compiled",
     Reason.SIBLING: "waits: the first of its family computes the prompt",
 }
 STARTS = (Reason.ADMITTED, Reason.FORKED, Reason.RESUMED)
 ENDS = (Reason.STOP, Reason.LENGTH, Reason.REPETITION, Reason.ABORT, Reason.ERROR)
-HELD = (Reason.NO_BUDGET, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION)
+HELD = (Reason.NO_BUDGET, Reason.NEXT_BATCH, Reason.NO_SEAT, Reason.NO_ROOM, Reason.AFTER_PREEMPTION)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def _random_scheduler(rng: random.Random, **fixed) -> Scheduler:
             "policy": rng.choice(["fcfs", "priority"]),
             "order": rng.choice(["decode_first", "prefill_first"]),
             "watermark": rng.choice([0.0, 0.1]),
+            "batches": rng.choice([1, 1, 2, 3]),
             **limits,
             **fixed,
         }
@@ -82,7 +83,8 @@ def _fits(scheduler: Scheduler, request) -> bool:
 
 def _run_world(seed: int, steps: int = 150, limits: bool = False) -> World:
     rng = random.Random(seed)
-    world = World(_random_scheduler(rng), depth=rng.choice([0, 1, 1, 2]))
+    scheduler = _random_scheduler(rng)
+    world = World(scheduler, depth=rng.choice([0, 1, 1, 2, scheduler.config.batches - 1]))
     for name in range(steps):
         family = _random_family(rng, name) if rng.random() < 0.25 else []
         if family and _fits(world.scheduler, family[0]):
