@@ -32,7 +32,21 @@ def executor(name: str, value: Any) -> str:
 PARALLELISM = (
     Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
     Argument("pipeline_parallel_size", "int", 1, "parts of the stack of layers; `octavo plan` alone", integers(1)),
-    Argument("data_parallel_size", "int", 1, "replicas of the engine; `octavo plan` alone", integers(1)),
+    Argument(
+        "data_parallel_size",
+        "int",
+        1,
+        "replicas of the model, each with its own cache, scheduler and `max_num_seqs` seats",
+        integers(1),
+    ),
+    Argument(
+        "data_parallel_routing",
+        "str",
+        "least_loaded",
+        "which replica a request goes to: least_loaded (vLLM's rule), or prefix (where the least is to be computed, by "
+        "what is cached there)",
+        choices("least_loaded", "prefix"),
+    ),
     Argument(
         "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
     ),

@@ -138,6 +138,7 @@ class JaxBackend:
         mode: str = "local",
         rules: ShardingRules | None = None,
         mesh: Any = None,
+        device: int = 0,
         cache_dir: str | None = None,
         eager: bool = False,
         pure: bool = False,
@@ -161,6 +162,8 @@ class JaxBackend:
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
         self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn)
         self.replicas = JaxReplicas(mesh.shape["dp"]) if mesh and "replicas" in self.rules else None
+        # which of this process's devices all arrays lie on, where there is no mesh
+        self.device, self.is_elsewhere = jax.local_devices()[device], device > 0
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         if cache_dir is not None:
@@ -169,7 +172,7 @@ class JaxBackend:
     def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
         """Where an array of that spec lies."""
         if self.mesh is None:
-            return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            return jax.sharding.SingleDeviceSharding(self.device)
         from ..sharding.mesh_jax import named_sharding
 
         return named_sharding(spec.axes, self.rules, self.mesh)
@@ -220,7 +223,8 @@ class JaxBackend:
         at, small = args.index(consumes), tuple(i for i, name in enumerate(args) if name in ("inputs", "sampling"))
         if self.lean and small:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
-            return Resident(Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options), small)
+            narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options)
+            return Resident(narrow, small, self.device if self.is_elsewhere else None)
         fn = functools.partial(fn, ops=self.ops)
         if self.eager:
             return functools.partial(_run_eagerly, fn, at, self.pure)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import platform
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +35,7 @@ from .loading.checkpoint import Checkpoint, open_model
 from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .parallel import divisors_of, fit_model, refuse_unbuilt
 from .recorded_scheduler import RecordedScheduler
+from .replica import Replica
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -53,13 +57,24 @@ class Parts:
     backend: Backend
     layout: CacheLayout
     memory_plan: MemoryPlan
-    runner: Runner
-    scheduler: Scheduler
+    replicas: list[Replica]
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     default_params: dict[str, Any]
-    step_log: StepLog | None
     team: Team | None  # the other processes that run the model
+
+    @property
+    def runner(self) -> Runner:
+        """That of the first replica, like the two below."""
+        return self.replicas[0].runner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.replicas[0].scheduler
+
+    @property
+    def step_log(self) -> StepLog | None:
+        return self.replicas[0].step_log
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Device:
     model: ModelSpec
     backend: Backend
     memory_plan: MemoryPlan
-    runner: Runner
+    runners: list[Runner]  # one a replica that this process knows of, its own first
 
 
 def build(config: EngineConfig, weights: Any = None, backend: Backend | None = None) -> Parts:
@@ -85,7 +100,7 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
     try:
         device = build_device(config, weights, backend, world)
         if world and world.leader:
-            follow(world.leader, device.runner)
+            follow(world.leader, device.runners[0])
         return _parts(device, world)
     except BaseException:
         if world and world.team:
@@ -113,12 +128,22 @@ def build_device(
     available = world.least(available) if world else available
     plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
     source = WeightsSource(config, given, model, checkpoint, backend, world)
-    placed = source.first(weights)
-    runner = runner_of(config, world)(
+    runners = [_runner(source, weights, plan)]
+    if config.backend == "jax" and world is None:
+        for replica in range(1, config.data_parallel_size // config.num_joint):
+            other = get_backend("jax", backend_options(config, world, replica) | {"dtype": config.dtype})
+            runners.append(_runner(replace(source, backend=other), weights, plan))
+    return Device(config, checkpoint, model, backend, plan, runners)
+
+
+def _runner(source: WeightsSource, weights: Any, plan: MemoryPlan) -> Runner:
+    """The model with its weights on the devices of a backend."""
+    config, model, backend = source.config, source.model, source.backend
+    runner = runner_of(config, source.world)(
         backend,
         model,
         config.layout,
-        placed,
+        source.first(weights),
         num_blocks=plan.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -126,11 +151,11 @@ def build_device(
         digest=config.step_log is not None,
         processors=config.logits_processors,
         logprobs_mode=config.logprobs_mode,
-        masks=_has_tokenizer(config, checkpoint) and grammar_library() is not None,
+        masks=_has_tokenizer(config, source.checkpoint) and grammar_library() is not None,
         expert_load=config.expert_load_metrics,
     )
     runner.source = source
-    return Device(config, checkpoint, model, backend, plan, runner)
+    return runner
 
 
 def runner_of(config: EngineConfig, world: World | None) -> Any:
@@ -141,23 +166,24 @@ def runner_of(config: EngineConfig, world: World | None) -> Any:
 
 def _parts(device: Device, world: World | None) -> Parts:
     """The rest of an engine, which plans and talks to users."""
-    config, checkpoint, runner, plan = device.config, device.checkpoint, device.runner, device.memory_plan
+    config, checkpoint, plan = device.config, device.checkpoint, device.memory_plan
     tokenizer = _tokenizer(config, checkpoint)
     if config.warmup == "all":
-        log.info("compiled %d programs", runner.warm_up())
-    scheduler = _scheduler(config, plan, device.model)
+        log.info("compiled %d programs", sum(runner.warm_up() for runner in device.runners))
+    # those that step together have one runner
+    runners = device.runners * config.num_joint
+    replicas = [Replica(i, _scheduler(config, plan, device.model), runner) for i, runner in enumerate(runners)]
+    _open_logs(config, plan, replicas)
     return Parts(
         config=config,
         model=device.model,
         backend=device.backend,
         layout=config.layout,
         memory_plan=plan,
-        runner=runner,
-        scheduler=scheduler,
+        replicas=replicas,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(config, checkpoint, tokenizer),
         default_params=_default_params(config, checkpoint),
-        step_log=_step_log(config, plan, runner, scheduler),
         team=world.team if world else None,
     )
 
@@ -192,8 +218,8 @@ def host_memory(config: EngineConfig) -> int | None:
     return host and host // config.num_shards
 
 
-def backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]:
-    """What the backend is made with, but for the dtype. Starts JAX where several devices are asked for."""
+def backend_options(config: EngineConfig, world: World | None, replica: int = 0) -> dict[str, Any]:
+    """What the backend of a replica is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     options |= {"experts_in_turn": config.deals_experts}
     if config.backend == "torch":
@@ -208,9 +234,14 @@ def backend_options(config: EngineConfig, world: World | None) -> dict[str, Any]
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.num_shards == 1:
         return options
-    from ..sharding.mesh_jax import make_mesh
+    from ..sharding.mesh_jax import ensure_devices, make_mesh
 
-    return options | {"mode": "shard_map", "rules": config.rules, "mesh": make_mesh(config.mesh_shape)}
+    shape = config.mesh_shape if config.num_joint > 1 else {**config.mesh_shape, "dp": 1}
+    size = math.prod(shape.values())
+    ensure_devices(config.num_shards)
+    if size == 1:
+        return options | {"device": replica}
+    return options | {"mode": "shard_map", "rules": config.rules, "mesh": make_mesh(shape, replica * size)}
 
 
 def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> bool:
@@ -315,19 +346,29 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint | None) -> dict
     return params
 
 
-def _step_log(config: EngineConfig, plan: MemoryPlan, runner: Runner, scheduler: Scheduler) -> StepLog | None:
-    """The log that the scheduler and the LLM write to, if one is asked for."""
-    if not isinstance(scheduler, RecordedScheduler):
-        return None
-    assert config.step_log is not None
-    header = _log_header(config, plan, runner) | {"scheduler": scheduler.dump()}
-    scheduler.log = StepLog(config.step_log, header)
-    return scheduler.log
+def _open_logs(config: EngineConfig, plan: MemoryPlan, replicas: Sequence[Replica]) -> None:
+    """Has each replica write a step log, if that is asked for: to be replayed alone, by an engine of one replica."""
+    if config.step_log is None:
+        return
+    header = _log_header(config, plan, replicas[0].runner)
+    for replica in replicas:
+        assert isinstance(replica.scheduler, RecordedScheduler)
+        path = log_path(config.step_log, replica.index)
+        replica.step_log = StepLog(path, header | {"scheduler": replica.scheduler.dump()})
+        replica.scheduler.log = replica.step_log
+
+
+def log_path(path: str, replica: int) -> str:
+    """Where a replica logs: FILE.jsonl, FILE.1.jsonl, FILE.2.jsonl ..."""
+    if replica == 0 or path == os.devnull:
+        return path
+    base, extension = os.path.splitext(path)
+    return f"{base}.{replica}{extension}"
 
 
 def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[str, Any]:
     """What must be equal for a bit-equal replay, and the arguments to build such an engine with."""
-    names = config.given - {"model", "step_log", "layout"}
+    names = config.given - {"model", "step_log", "layout", "data_parallel_size", "data_parallel_routing"}
     if not isinstance(config.scheduling_policy, str):
         names -= {"scheduling_policy"}
     # a layout by value brings its block size

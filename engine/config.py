@@ -51,6 +51,7 @@ class EngineConfig:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    data_parallel_routing: str
     enable_expert_parallel: bool
     expert_placement_strategy: str
     sharding_rules: ShardingRules | None
@@ -187,6 +188,8 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
             f"expert_placement_strategy={config.expert_placement_strategy!r} places nothing without "
             "enable_expert_parallel=True, or sharding_rules for experts"
         )
+    if config.data_parallel_routing == "prefix" and not config.enable_prefix_caching:
+        raise ValueError("data_parallel_routing='prefix' needs enable_prefix_caching: without, no replica has prefixes")
     if config.sharding_rules is not None:
         check_known(config.sharding_rules, config.mesh_shape)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))

@@ -149,7 +149,7 @@ class Engine:
                 self.llm.abort(name)
                 self._forget(number)
                 self._send(Ended(number, error))
-        if not self.llm.runner.has_cache:
+        if not all(r.runner.has_cache for r in self.llm.replicas):
             # no later step can go better: this process ends, so that its health is bad
             raise caught.error
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from .scheduler import Scheduler
+
+LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class EngineStats:
     num_waiting: int
     num_blocks: int  # of the fullest cache group, the null block left out
     num_free_blocks: int
-    max_num_seqs: int  # as set_limits has left it
+    max_num_seqs: int  # of each replica, as set_limits has left it
     max_num_batched_tokens: int
     num_steps: int
     num_preemptions: int
@@ -29,7 +32,14 @@ class EngineStats:
         return 1 - self.num_free_blocks / self.num_blocks
 
 
-def stats_of(s: Scheduler) -> EngineStats:
+def stats_of(schedulers: Sequence[Scheduler]) -> EngineStats:
+    """That of an engine whose replicas have these schedulers: sums, but limits are those of each replica."""
+    each = [_stats_of(s) for s in schedulers]
+    names = [f.name for f in fields(EngineStats) if f.name not in LIMITS]
+    return replace(each[0], **{name: sum(getattr(stats, name) for stats in each) for name in names})
+
+
+def _stats_of(s: Scheduler) -> EngineStats:
     fullest = min(s.blocks.pools, key=lambda pool: len(pool.free) / (pool.num_blocks - 1))
     return EngineStats(
         num_running=len(s.running),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .child import Caught
 from .config import EngineConfig
 from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
 from .plan import Plan
 from .reads import readers
+from .replica import Replica
 from .request import Request
-from .runner import Pending, Runner
+from .routing import Routing
+from .runner import Hidden, Runner
 from .scheduler import Scheduler
 from .stats import StatsLogger
 from .step_log import StepLog
@@ -24,110 +27,175 @@ class EngineSteps:
     """What LLM does of it; LLM sets the fields."""
 
     config: EngineConfig
-    runner: Runner
-    scheduler: Scheduler
+    replicas: list[Replica]
+    routing: Routing
     processor: OutputProcessor
     structured: StructuredOutput
-    metrics: EngineMetrics | None
     stats: StatsLogger | None
-    step_log: StepLog | None
     lock: threading.RLock
-    unread: deque[Pending]  # the steps in flight, the oldest first
-    max_unread: int  # a step more is launched only once the oldest is read
+    max_unread: int  # a replica launches a step more only once its oldest is read
     touched: dict[str, Family]  # queued requests with news that step() has not returned yet
 
+    @property
+    def runner(self) -> Runner:
+        """That of the first replica, like the scheduler, the metrics and the log below."""
+        return self.replicas[0].runner
+
+    @property
+    def runners(self) -> list[Runner]:
+        """Of all replicas, each once: replicas that step together have one."""
+        return list(dict.fromkeys(r.runner for r in self.replicas))
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.replicas[0].scheduler
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        return self.replicas[0].metrics
+
+    @property
+    def step_log(self) -> StepLog | None:
+        return self.replicas[0].step_log
+
     def _advance(self) -> tuple[int, list[Family]]:
-        """Runs one step, for all. Returns how many tokens it brought, and the families that got them."""
+        """Runs one step, for all. Returns how many tokens it brought, and the families that got them.
+
+        If it fails in a replica, that one's requests end, and the error is raised once the others have done theirs.
+        """
         with self.lock:
+            failures: list[BaseException] = []
             try:
-                touched = self._run_step()
+                touched = self._run_step(failures)
                 families = self.processor.families_of(touched)
                 self.touched |= {family.id: family for family in families if family.queued}
             except BaseException:
-                # half done, here or on the device, or interrupted by the user: nobody can go on from it
-                self._abandon()
+                self._abandon(self.replicas)
                 raise
+            if failures:
+                raise failures[0]
             return sum(r.samples and r.error is None for r in touched), families
 
-    def _run_step(self) -> list[Request]:
-        """Plans and launches a step, then reads the oldest if `max_unread` are in flight, or none could be planned.
+    def _run_step(self, failures: list[BaseException]) -> list[Request]:
+        """Has every replica plan and launch a step before any of them is read.
 
         Returns the requests that got a token, and those that ended because of their grammar.
         """
         for request in self.structured.take_ready():
-            self.scheduler.compiled(request)
-        plan = self.scheduler.schedule()
-        if self.metrics:
-            self.metrics.planned(plan)
-        if plan and self.structured.is_late(plan):
-            # only the head waits for the tokens that its mask depends on
-            hidden, touched = self.runner.launch_forward(plan), []
-            while self.unread:
-                touched += self._read_oldest()
-            self.unread.append(self.runner.launch_head(plan, hidden, self._mask(plan)))
-        else:
-            if plan:
-                self.unread.append(self.runner.launch(plan, self._mask(plan)))
-            if plan is None and not self.unread:
-                self.structured.wait()
-            is_full = plan is None or len(self.unread) >= self.max_unread
-            touched = self._read_oldest() if self.unread and is_full else []
-        if self.metrics and self.stats:
-            self.metrics.read(touched)
+            self.replicas[request.replica].scheduler.compiled(request)
+        launched: dict[Replica, tuple[Plan | None, Hidden | None]] = {}
+
+        def launch(replica: Replica) -> None:
+            launched[replica] = self._launch(replica)
+
+        touched: list[Request] = []
+
+        def read(replica: Replica) -> None:
+            touched.extend(self._read(replica, *launched[replica]))
+
+        # the first may compute in this very thread: it comes last
+        for replica in reversed(self.replicas):
+            self._attempt(launch, replica, failures)
+        if not any(plan or replica.unread for replica, (plan, _) in launched.items()):
+            self.structured.wait()
+        for replica in self.replicas:
+            if replica in launched:
+                self._attempt(read, replica, failures)
+        if self.stats:
             self.stats.after_step()
         return touched + self._end_failed()
 
-    def _mask(self, plan: Plan) -> np.ndarray | None:
+    def _attempt(self, work: Callable[[Replica], None], replica: Replica, failures: list[BaseException]) -> None:
+        """work(replica). If it fails, nobody can go on there from what it has left, here or on the device."""
+        with Caught() as caught:
+            try:
+                work(replica)
+            except BaseException:
+                self._abandon([replica])
+                raise
+        if caught.error is not None:
+            failures.append(caught.error)
+
+    def _launch(self, replica: Replica) -> tuple[Plan | None, Hidden | None]:
+        """A replica's next plan, launched; or with what its forward leaves, where the head must wait for tokens."""
+        plan, runner = replica.schedule(), replica.runner
+        if plan and self.structured.is_late(plan):
+            return plan, runner.launch_forward(plan)
+        if plan:
+            replica.unread.append(runner.launch(plan, self._mask(replica, plan)))
+        return plan, None
+
+    def _read(self, replica: Replica, plan: Plan | None, hidden: Hidden | None) -> list[Request]:
+        """Reads a replica's oldest step if `max_unread` are in flight, or none could be planned; all of them for a head
+        that waits for their tokens. Returns the requests that got one.
+        """
+        touched, unread = [], replica.unread
+        if plan and hidden:
+            # only now can its mask be made
+            while unread:
+                touched += self._read_oldest(replica)
+            unread.append(replica.runner.launch_head(plan, hidden, self._mask(replica, plan)))
+        elif unread and (plan is None or len(unread) >= self.max_unread):
+            touched = self._read_oldest(replica)
+        if replica.metrics:
+            replica.metrics.read(touched)
+        return touched
+
+    def _mask(self, replica: Replica, plan: Plan) -> np.ndarray | None:
         """What the grammars of a plan's requests allow, if there are any."""
         mask = self.structured.mask(plan)
-        if mask is not None and self.step_log:
-            self.step_log.masked(plan, mask)
+        if mask is not None and replica.step_log:
+            replica.step_log.masked(plan, mask)
         return mask
-
-    def _read_oldest(self) -> list[Request]:
-        return self._absorb(self.unread.popleft())
 
     def _end_failed(self) -> list[Request]:
         """Ends requests that cannot go on in their grammar, and returns them."""
         failed = self.structured.take_failed()
         for request in failed:
+            replica = self.replicas[request.replica]
             if request.finish_reason is None:
-                self.scheduler.finish(request, "error")
+                replica.scheduler.finish(request, "error")
             request.finish_reason, request.stop_reason = "error", None
             self.processor.finish(request)
-        if self.metrics and failed:
-            self.metrics.ended(failed)
+            if replica.metrics:
+                replica.metrics.ended([request])
         return failed
 
-    def _abandon(self) -> None:
-        """Ends all requests with "error" and starts from an empty cache."""
-        self.unread.clear()
-        self.scheduler.abandon()
-        self.structured.clear()
-        if self.metrics:
-            self.metrics.ended(m.request for family in self.processor.families.values() for m in family.members)
-        self.runner.reset()
-        self.touched |= {family.id: family for family in self.processor.families.values() if family.queued}
+    def _abandon(self, replicas: Sequence[Replica]) -> None:
+        """Ends all requests of these with "error"; each starts from an empty cache."""
+        families = list(self.processor.families.values())
+        for replica in replicas:
+            replica.unread.clear()
+            replica.scheduler.abandon()
+            self.routing.forget(replica.index)
+            own = [family for family in families if family.members[0].request.replica == replica.index]
+            self.touched |= {family.id: family for family in own if family.queued}
+            if replica.metrics:
+                replica.metrics.ended(m.request for family in own for m in family.members)
+        self.structured.forget_ended()
+        for runner in dict.fromkeys(replica.runner for replica in replicas):
+            runner.reset()
 
-    def _absorb(self, pending: Pending) -> list[Request]:
+    def _read_oldest(self, replica: Replica) -> list[Request]:
         """Takes in what a step sampled and read. Returns the requests that got a token, or end as computed only."""
+        pending, scheduler = replica.unread.popleft(), replica.scheduler
         result = pending.result()
         plan = pending.plan
-        for request, read, found in zip(readers(self.scheduler, plan), plan.reads, result.reads, strict=True):
+        for request, read, found in zip(readers(scheduler, plan), plan.reads, result.reads, strict=True):
             if request:
                 self.processor.push_read(request, read, found)
-        touched = self.scheduler.update(pending.plan, result.token_ids)
-        if self.step_log:
-            self.step_log.append(pending.plan, result.token_ids, result.digests)
+        touched = scheduler.update(plan, result.token_ids)
+        if replica.step_log:
+            replica.step_log.append(plan, result.token_ids, result.digests)
         touched = self.structured.take_tokens(touched)
-        at = {chunk.request_id: i for i, chunk in enumerate(pending.plan.sampled)}
+        at = {chunk.request_id: i for i, chunk in enumerate(plan.sampled)}
         for request in touched:
             if not request.samples:
                 continue
             stop = self.processor.push(request, result, at[request.id])
             if stop is not None and request.finish_reason != "stop":
                 if request.finish_reason is None:
-                    self.scheduler.finish(request, "stop", stop)
+                    scheduler.finish(request, "stop", stop)
                     self.processor.finish(request)
                 request.finish_reason, request.stop_reason = "stop", stop
         return touched

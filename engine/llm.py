@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -49,7 +48,7 @@ from .prompts import (
     token_ids_of,
 )
 from .request import Request
-from .runner import Pending
+from .routing import ROUTINGS
 from .sampling_params import SamplingParams, request_key
 from .score import ScoreOutput, score
 from .sleep import Sleeps
@@ -73,17 +72,18 @@ class LLM(Sleeps):
         parts = build(engine_config(model, **arguments), weights)
         self.config, self.model, self.backend = parts.config, parts.model, parts.backend
         self.layout, self.memory_plan = parts.layout, parts.memory_plan
-        self.runner, self.scheduler, self.tokenizer = parts.runner, parts.scheduler, parts.tokenizer
-        self.eos_ids, self.defaults, self.step_log = parts.eos_ids, parts.default_params, parts.step_log
-        self.team = parts.team
+        self.tokenizer, self.eos_ids, self.defaults = parts.tokenizer, parts.eos_ids, parts.default_params
+        self.replicas, self.team = parts.replicas, parts.team
+        self.routing = ROUTINGS[self.config.data_parallel_routing]([r.scheduler for r in self.replicas])
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
-        counted = self.runner.expert_load
-        self.metrics = None if self.config.disable_log_stats else EngineMetrics(self.scheduler, expert_load=counted)
-        self.stats = StatsLogger(self.metrics) if self.metrics else None
+        if not self.config.disable_log_stats:
+            for r in self.replicas:
+                r.metrics = EngineMetrics(r.scheduler, expert_load=r.runner.expert_load)
+        watched = [r.metrics for r in self.replicas if r.metrics]
+        self.stats = StatsLogger(watched) if watched else None
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
         self.structured = StructuredOutput(form, self.tokenizer, self.model.vocab_size, self.eos_ids)
-        self.unread: deque[Pending] = deque()
         self.max_unread = 2 if self.config.async_scheduling else 1
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}
@@ -243,10 +243,10 @@ class LLM(Sleeps):
             self._admit(request_id, members, prompt, queued=True)
 
     def _check_queue(self, request_id: str, num_new: int) -> None:
-        most, s = self.config.max_num_queued_reqs, self.scheduler
+        most, schedulers = self.config.max_num_queued_reqs, [r.scheduler for r in self.replicas]
         if most is None:
             return
-        num_waiting = max(0, len(s.alive) + num_new - s.limits.max_num_seqs)
+        num_waiting = max(0, sum(len(s.alive) - s.limits.max_num_seqs for s in schedulers) + num_new)
         if num_waiting > most:
             if self.metrics:
                 self.metrics.num_rejected += num_new
@@ -261,14 +261,15 @@ class LLM(Sleeps):
             for name in names:
                 for request in self.processor.requests(name):
                     if request.finish_reason is None:
-                        self.scheduler.finish(request, "abort")
-                        if self.metrics:
-                            self.metrics.ended([request])
+                        replica = self.replicas[request.replica]
+                        replica.scheduler.finish(request, "abort")
+                        if replica.metrics:
+                            replica.metrics.ended([request])
                 self.processor.drop(name)
                 self.touched.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or bool(self.unread) or bool(self.touched)
+        return any(r.is_busy for r in self.replicas) or bool(self.touched)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the news of the requests of add_request: what their output_kind asks for, of those
@@ -342,25 +343,27 @@ class LLM(Sleeps):
         with self.lock:
             self._check_awake()
             family = self.processor.add(name, members, prompt, queued)
+            replica = self.replicas[self.routing.choose(members)]
+            scheduler = replica.scheduler
             try:
                 for request in members:
-                    request.arrival = self.num_arrived
+                    request.arrival, request.replica = self.num_arrived, replica.index
                     self.num_arrived += 1
                     self.structured.start(request)
                     if request.embeds:
-                        self.runner.embeds[request.id] = request.embeds
-                    self.scheduler.add(request)
+                        replica.runner.embeds[request.id] = request.embeds
+                    scheduler.add(request)
             except BaseException:
                 # a policy's rank may raise: all n are taken in, or none
                 for request in members:
-                    if self.scheduler.alive.get(request.id) is request:
-                        self.scheduler.finish(request, "abort")
+                    if scheduler.alive.get(request.id) is request:
+                        scheduler.finish(request, "abort")
                     request.finish_reason = "abort"
                 self.processor.drop(name)
                 raise
-            if self.metrics:
+            if replica.metrics:
                 for request in members:
-                    self.metrics.queued(request)
+                    replica.metrics.queued(request)
             return family
 
     def _next_id(self) -> str:
@@ -398,24 +401,26 @@ class LLM(Sleeps):
 
     @cached_property
     def _exporter(self) -> Exporter:
-        if self.metrics is None:
+        metrics = [r.metrics for r in self.replicas if r.metrics]
+        if not metrics:
             raise ValueError(
                 "disable_log_stats=True: there are no metrics; LLM(..., disable_log_stats=False) keeps them"
             )
-        return engine_exporter(self.metrics, self.tokenizer_pool, self.config, self.memory_plan)
+        return engine_exporter(metrics, self.tokenizer_pool, self.config, self.memory_plan)
 
     def get_stats(self) -> EngineStats:
         """How the engine stands."""
         with self.lock:
-            return stats_of(self.scheduler)
+            return stats_of([r.scheduler for r in self.replicas])
 
     def set_limits(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
-        """Changes how much runs at a time, from the next step on; None: as it is.
+        """Changes how much runs at a time in each replica, from the next step on; None: as it is.
 
         What is too many is preempted. Raises ValueError for more than the engine was made with.
         """
         with self.lock:
-            self.scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
+            for r in self.replicas:
+                r.scheduler.set_limits(max_num_seqs, max_num_batched_tokens)
 
     def shutdown(self) -> None:
         """Aborts all requests and ends all processes of the engine. Not needed: whatever has no user left ends too."""
@@ -427,9 +432,15 @@ class LLM(Sleeps):
     def register_logits_processor(self, processor: LogitsProcessor) -> None:
         """Adds one while running. The head that holds them all is compiled when a request first selects one."""
         with self.lock:
-            self.runner.register(processor)
+            for runner in self.runners:
+                runner.register(processor)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""
         with self.lock:
-            return self.scheduler.reset_prefix_cache()
+            if any(r.scheduler.running for r in self.replicas):
+                return False
+            for r in self.replicas:
+                self.routing.forget(r.index)
+                r.scheduler.reset_prefix_cache()
+            return True

@@ -38,8 +38,9 @@ llm.metrics_registry()  # a prometheus_client registry of this engine's own, for
 tokenised. `llm.get_metrics()` gives a `Histogram` a `quantile(0.99)`. Each `RequestOutput.metrics` has the
 times of one request.
 
-The names are vLLM's, its prefix `vllm:` too, so that dashboards and alerts written for it work unchanged; the label
-`model_name` is on each. In the text a counter's name ends in `_total`. All times are read from one monotonic clock by
+The names are vLLM's, its prefix `vllm:` too, so that dashboards and alerts written for it work unchanged; so are the
+labels on each, `model_name` and `engine`, which is the replica's number (0 without `data_parallel_size`). In the text a
+counter's name ends in `_total`. All times are read from one monotonic clock by
 the loop that runs the steps: "planned" is when the scheduler's plan admits a request, and a token's time is when the
 host reads it.
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
 
 
-Source = tuple[Sequence[Definition], Callable[[], Any]]
+# of a table: what gives the object that its metrics are read from, for each value of a label "engine"; None: no label
+Source = tuple[Sequence[Definition], Mapping[str | None, Callable[[], Any]]]
+Sample = tuple[dict[str, str], Any]  # labels and value
 CACHE_INFO = f"{PREFIX}cache_config_info"
 
 
@@ -75,8 +77,7 @@ class Histogram(Metric):
 class Exporter:
     """Reads metrics where they are kept. Takes no lock: a scrape never waits for a step, and may see half of one.
 
-    `sources` are tables with what gives the object that their metrics are read from. `info`: labels of
-    cache_config_info, if there is a cache.
+    `info`: labels of cache_config_info, if there is a cache.
     """
 
     def __init__(self, model: Any, sources: Sequence[Source], info: dict[str, str] | None = None):
@@ -88,15 +89,16 @@ class Exporter:
         found: list[Metric] = []
         if self.info is not None:
             found.append(Gauge(CACHE_INFO, self.labels | self.info, 1.0))
-        for m, value in self._read():
+        for m, samples in self._read():
             name = m.full_name
-            if isinstance(value, Buckets):
-                counts = dict(_cumulative(value))
-                found.append(Histogram(name, dict(self.labels), counts["+Inf"], value.total, counts))
-            elif m.label is None:
-                found.append(_number(m.kind, name, dict(self.labels), value))
-            else:
-                found += [_number(m.kind, name, self.labels | {m.label: key}, v) for key, v in value.items()]
+            for labels, value in samples:
+                if isinstance(value, Buckets):
+                    counts = dict(_cumulative(value))
+                    found.append(Histogram(name, labels, counts["+Inf"], value.total, counts))
+                elif m.label is None:
+                    found.append(_number(m.kind, name, labels, value))
+                else:
+                    found += [_number(m.kind, name, labels | {m.label: key}, v) for key, v in value.items()]
         return found
 
     def collect(self) -> Iterator[Family]:
@@ -108,29 +110,15 @@ class Exporter:
             family = GaugeMetricFamily(CACHE_INFO, "how the cache is set up", labels=list(info))
             family.add_metric(list(info.values()), 1.0)
             yield family
-        for m, value in self._read():
+        for m, samples in self._read():
             for name in (m.full_name, *(alias for alias, of in ALIASES.items() if of == m.name)):
-                yield self._family(name, m, value)
+                yield _family(name, m, samples)
 
-    def _read(self) -> Iterator[tuple[Definition, Any]]:
-        for table, source in self.sources:
-            now = source()
+    def _read(self) -> Iterator[tuple[Definition, list[Sample]]]:
+        for table, sources in self.sources:
+            now = [(self.labels | ({"engine": i} if i else {}), source()) for i, source in sources.items()]
             for m in table:
-                yield m, m.read(now)
-
-    def _family(self, name: str, m: Definition, value: Any) -> Family:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        labels, own = list(self.labels), list(self.labels.values())
-        if isinstance(value, Buckets):
-            histogram = HistogramMetricFamily(name, m.doc, labels=labels)
-            histogram.add_metric(own, list(_cumulative(value)), value.total)
-            return histogram
-        kind = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[m.kind]
-        family = kind(name, m.doc, labels=labels if m.label is None else [*labels, m.label])
-        for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
-            family.add_metric(own if key is None else [*own, key], number)
-        return family
+                yield m, [(labels, m.read(x)) for labels, x in now]
 
     def describe(self) -> Iterator[Family]:
         """Lets a registry refuse a second engine, whose samples could not be told from this one's."""
@@ -152,16 +140,19 @@ class Exporter:
         return generate_latest(self.registry).decode()
 
 
-def engine_exporter(metrics: EngineMetrics, pool: TokenizerPool, config: EngineConfig, plan: MemoryPlan) -> Exporter:
-    """Of an engine with its tokenizer pool, if it has one."""
+def engine_exporter(
+    metrics: Sequence[EngineMetrics], pool: TokenizerPool, config: EngineConfig, plan: MemoryPlan
+) -> Exporter:
+    """Of an engine with these replicas, and its tokenizer pool, if it has one."""
     names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes")
     info = {name: str(getattr(config, name)) for name in names} | {
         "num_gpu_blocks": ",".join(map(str, plan.num_blocks)),
         "cache_dtype": plan.dtype,
     }
-    sources: list[Source] = [(METRICS, lambda: metrics), *_pool_sources(pool)]
-    if metrics.expert_load:
-        sources.append((EXPERT_METRICS, lambda: metrics.expert_load))
+    each: dict[str | None, Callable[[], Any]] = {str(i): lambda m=m: m for i, m in enumerate(metrics)}
+    sources: list[Source] = [(METRICS, each), *_pool_sources(pool)]
+    if metrics[0].expert_load:
+        sources.append((EXPERT_METRICS, {str(i): lambda m=m: m.expert_load for i, m in enumerate(metrics)}))
     return Exporter(config.model, sources, info)
 
 
@@ -172,7 +163,24 @@ def pool_exporter(pool: TokenizerPool, model: Any) -> Exporter:
 
 def _pool_sources(pool: TokenizerPool) -> list[Source]:
     # without processes nothing ever waits
-    return [(POOL_METRICS, lambda: pool.stats)] if pool.size else []
+    return [(POOL_METRICS, {None: lambda: pool.stats})] if pool.size else []
+
+
+def _family(name: str, m: Definition, samples: Sequence[Sample]) -> Family:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    names = list(samples[0][0])
+    if isinstance(samples[0][1], Buckets):
+        histogram = HistogramMetricFamily(name, m.doc, labels=names)
+        for labels, value in samples:
+            histogram.add_metric(list(labels.values()), list(_cumulative(value)), value.total)
+        return histogram
+    kind = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[m.kind]
+    family = kind(name, m.doc, labels=names if m.label is None else [*names, m.label])
+    for labels, value in samples:
+        for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            family.add_metric([*labels.values(), *([] if key is None else [key])], number)
+    return family
 
 
 def _number(kind: str, name: str, labels: dict[str, str], value: float) -> Metric:

@@ -44,6 +44,14 @@ def _fits(config: EngineConfig, model: ModelSpec) -> bool:
 
 def refuse_unbuilt(config: EngineConfig) -> None:
     """Raises NotImplementedError for what can be planned and not be run."""
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if (size := getattr(config, name)) > 1:
-            raise NotImplementedError(f"{name}={size}: only `octavo plan` knows of it so far")
+    if (size := config.pipeline_parallel_size) > 1:
+        raise NotImplementedError(f"pipeline_parallel_size={size}: only `octavo plan` knows of it so far")
+    if (size := config.data_parallel_size) > 1:
+        if config.num_joint > 1:
+            raise NotImplementedError(f"data_parallel_size={size} with experts shared out over replicas: only `octavo "
+                                      "plan` knows of it so far")  # fmt: skip
+        if config.backend == "torch":
+            raise NotImplementedError(f"data_parallel_size={size} on torch: only `octavo plan` knows of it so far")
+        if config.distributed_executor_backend not in (None, "uni"):
+            raise NotImplementedError(f"data_parallel_size={size} with several processes of JAX: leave out "
+                                      "distributed_executor_backend")  # fmt: skip

@@ -46,6 +46,7 @@ class Request:
     # nobody decides by these two
     arrival_time: float = field(default_factory=time.perf_counter)
     times: Times | None = None  # kept by metrics.py, if at all
+    replica: int = 0  # which of the engine's replicas has it
     samples: bool = True  # False: computed only
     embeds: Any = None  # PromptEmbeds, where it brought some; the scheduler does not look into them
     block_digests: tuple[bytes, ...] = ()  # what the K/V of its first blocks depend on beside tokens

@@ -20,10 +20,12 @@ class Resident:
     """A jitted program. numpy arrays in the arguments `at` are copied to the device only when they differ.
 
     Each kind of call (structure, shapes) keeps its own copies. The arrays given must not be changed afterwards.
+    `device` is where they are kept; None: where JAX puts what nobody places.
     """
 
-    def __init__(self, program: Any, at: tuple[int, ...]) -> None:
+    def __init__(self, program: Any, at: tuple[int, ...], device: Any = None) -> None:
         self.program, self.at = program, at
+        self.device = device and jax.sharding.SingleDeviceSharding(device)
         self.kept: dict[Any, tuple[np.ndarray, jax.Array]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -40,14 +42,14 @@ class Resident:
     def renewals(self, *args: Any) -> list[Any]:
         """Lowered programs that a later call with other numbers will run."""
         arrays = [x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)]
-        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arrays]
+        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in arrays]
 
     def _settle(self, place: Any, x: Any) -> Any:
         if not _is_kept(x):
             return x
         key = (*place, x.shape)
         if key not in self.kept:
-            self.kept[key] = x, jax.device_put(x)
+            self.kept[key] = x, jax.device_put(x, self.device)
         elif not np.array_equal(self.kept[key][0], x):
             self.kept[key] = x, _renew(self.kept[key][1], x)
         return self.kept[key][1]

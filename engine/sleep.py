@@ -11,7 +11,6 @@ from .checks import sequence
 from .config import EngineConfig
 from .engine_steps import EngineSteps
 from .errors import AsleepError
-from .runner import Runner
 
 log = logging.getLogger("octavo")
 
@@ -34,7 +33,6 @@ class Sleeps(EngineSteps):
     """What LLM does of it."""
 
     config: EngineConfig
-    runner: Runner
     lock: threading.RLock
     abort: Callable[[Sequence[str]], None]
     asleep: tuple[str, ...] = ()  # of TAGS
@@ -55,12 +53,15 @@ class Sleeps(EngineSteps):
                 return
             if mode == "abort":
                 self.abort(list(self.processor.families))
-            while self.scheduler.has_work or self.unread:
+            while any(r.is_busy for r in self.replicas):
                 self._advance()
-            self.scheduler.reset_prefix_cache()
+            for r in self.replicas:
+                r.scheduler.reset_prefix_cache()
+                self.routing.forget(r.index)
             # from here on only wake_up helps, however far the rest comes
             self._now_asleep(TAGS, level)
-            self.runner.sleep(level)
+            for runner in self.runners:
+                runner.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, weights: Any = None) -> None:
         """Brings back what sleep has freed: all that is asleep, or "weights" or "kv_cache" alone.
@@ -81,10 +82,12 @@ class Sleeps(EngineSteps):
                 raise ValueError(f"weights= is given, and tags {list(wanted)} do not name 'weights'")
             if "weights" in wanted:
                 self.runner.check_weights(weights)
-            self.runner.wake_up(wanted, weights)
+            for runner in self.runners:
+                runner.wake_up(wanted, weights)
             left = tuple(tag for tag in self.asleep if tag not in wanted)
             if not left and self.runner.backend.binds_addresses and self.config.warmup == "all":
-                self.runner.warm_up()
+                for runner in self.runners:
+                    runner.warm_up()
             self._now_asleep(left, self.sleep_level)
 
     def is_sleeping(self) -> bool:
@@ -93,8 +96,9 @@ class Sleeps(EngineSteps):
 
     def _now_asleep(self, tags: tuple[str, ...], level: int) -> None:
         self.asleep, self.sleep_level = tags, level
-        if self.metrics:
-            self.metrics.sleep_level = level if tags else 0
+        for r in self.replicas:
+            if r.metrics:
+                r.metrics.sleep_level = level if tags else 0
 
     def _check_awake(self) -> None:
         """Raises AsleepError if the engine is asleep."""

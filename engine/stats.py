@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .metrics import EngineMetrics
 
@@ -14,32 +14,34 @@ INTERVAL = 10.0  # seconds
 
 
 class StatsLogger:
-    """Logs what the metrics say, at most every INTERVAL seconds of the given clock, while steps are run."""
+    """Logs what the metrics of all replicas say, at most every INTERVAL seconds of the clock, while steps are run."""
 
-    def __init__(self, metrics: EngineMetrics, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, metrics: Sequence[EngineMetrics], clock: Callable[[], float] = time.perf_counter):
         self.metrics, self.clock = metrics, clock
         self.last, self.tokens = clock(), self._tokens()
 
     def after_step(self) -> None:
         """Logs if it is time."""
-        now, s = self.clock(), self.metrics.scheduler
+        now, schedulers = self.clock(), [m.scheduler for m in self.metrics]
         if now - self.last < INTERVAL:
             return
         seconds, tokens = now - self.last, self._tokens()
-        hit_rate = s.num_hit_tokens / s.num_queried_tokens if s.num_queried_tokens else 0.0
+        num_queried = sum(s.num_queried_tokens for s in schedulers)
+        hit_rate = sum(s.num_hit_tokens for s in schedulers) / num_queried if num_queried else 0.0
         log.info(
             "prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d requests, waiting: %d "
             "requests, KV cache usage: %.1f%%, prefix cache hit rate: %.1f%%, preemptions: %d",
             (tokens[0] - self.tokens[0]) / seconds,
             (tokens[1] - self.tokens[1]) / seconds,
-            len(s.running),
-            len(s.waiting),
-            100 * s.blocks.usage(),
+            sum(len(s.running) for s in schedulers),
+            sum(len(s.waiting) for s in schedulers),
+            100 * max(s.blocks.usage() for s in schedulers),
             100 * hit_rate,
-            s.num_preemptions,
+            sum(s.num_preemptions for s in schedulers),
         )
         self.last, self.tokens = now, tokens
 
     def _tokens(self) -> tuple[int, int]:
         """Tokens so far: of prompts, computed; generated."""
-        return self.metrics.scheduler.num_prompt_tokens, self.metrics.num_generation_tokens
+        computed = sum(m.scheduler.num_prompt_tokens for m in self.metrics)
+        return computed, sum(m.num_generation_tokens for m in self.metrics)

@@ -171,9 +171,11 @@ class StructuredOutput:
         failed, self.failed = self.failed, []
         return failed
 
-    def clear(self) -> None:
-        """Forgets all requests. Compiled grammars stay."""
-        self.compiling, self.alive, self.failed = {}, {}, []
+    def forget_ended(self) -> None:
+        """Forgets requests that have ended. Compiled grammars stay."""
+        self.compiling = {r: compilation for r, compilation in self.compiling.items() if r.finish_reason is None}
+        self.alive = {name: r for name, r in self.alive.items() if r.finish_reason is None}
+        self.failed = [r for r in self.failed if r.finish_reason is None]
 
     def _of(self, plan: Plan) -> list[Request | None]:
         """The requests with a grammar among a plan's sampled chunks, in their order; None for the others."""

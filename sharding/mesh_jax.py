@@ -29,12 +29,12 @@ def ensure_devices(count: int) -> None:
         )
 
 
-def make_mesh(shape: Mapping[str, int]) -> jax.sharding.Mesh:
-    """A mesh of the first devices, its axes named and sized by `shape`."""
-    count = math.prod(shape.values())
+def make_mesh(shape: Mapping[str, int], first: int = 0) -> jax.sharding.Mesh:
+    """A mesh of devices in turn, from that one on, its axes named and sized by `shape`."""
+    count = first + math.prod(shape.values())
     ensure_devices(count)
     kinds = (jax.sharding.AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=jax.devices()[:count])
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=jax.devices()[first:count])
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: ShardingRules) -> jax.P:

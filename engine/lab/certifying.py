@@ -20,6 +20,7 @@ import numpy as np
 
 from ..llm import LLM
 from ..plan import Reason
+from ..replica import check_alone
 from ..runner import StepResult
 from ..step_log import Entry, read_log
 from ..user_code import function_in_file
@@ -132,6 +133,7 @@ class _Certifier:
     def _engine(self, **options: Any) -> Watched:
         """An engine whose plans are counted."""
         llm = self.make(skip_tokenizer_init=True, **options)
+        check_alone(llm)
         reasons: Counter[Reason] = Counter()
         schedule = llm.scheduler.schedule
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..llm import LLM
 from ..plan import Plan
+from ..replica import check_alone
 from ..sampling_params import SamplingParams
 from .simulate import Cost
 
@@ -21,6 +22,7 @@ def measure(model: Any = "smollm2", *, num_steps: int = 12, **arguments: Any) ->
     """
     arguments = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 2048} | arguments
     llm = LLM(model, **arguments | {"async_scheduling": False, "enable_prefix_caching": False})
+    check_alone(llm)
     samples: list[tuple[Plan, float]] = []
     for turn in range(2):
         # the first time compiles, or warms caches

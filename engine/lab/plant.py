@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 from ...models.interface import AttentionSpec
 from ..plan import Plan
+from ..replica import check_alone
 from ..runner import Runner
 
 
 class HasRunner(Protocol):
     """An LLM, or a subject of a cross-check."""
 
-    runner: Runner
+    @property
+    def runner(self) -> Runner: ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ def change_layer(engine: HasRunner, n: int, change: Callable[[Callable], Callabl
 
     Of the layer's name and place nothing changes, so taps of it are named as before.
     """
+    check_alone(engine)
     model = engine.runner.model
     if not 0 <= n < len(model.attention):
         raise ValueError(f"layer {n}: the model has layers 0 to {len(model.attention) - 1}")
@@ -46,6 +49,7 @@ def change_layer(engine: HasRunner, n: int, change: Callable[[Callable], Callabl
 
 def change_plans(engine: HasRunner, change: Callable[[Plan], Plan]) -> None:
     """Has the engine's runner carry out change(plan) for every plan that the scheduler makes."""
+    check_alone(engine)
     launch = engine.runner.launch_forward
     # every step is to go through it
     engine.runner.shapes = replace(engine.runner.shapes, joined=())

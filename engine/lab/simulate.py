@@ -125,7 +125,6 @@ class Simulation:
         self.first: dict[str, float] = {}
         self.unread: deque[tuple[Plan, float]] = deque()
         self.device_free = 0.0
-        self.made = 0
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Simulates until every request has ended."""
@@ -134,29 +133,26 @@ class Simulation:
         return self._finished()
 
     def _run(self, waiting: Iterator[Arrival]) -> None:
-        coming = next(waiting, None)
-        while coming is not None or self.scheduler.has_work or self.unread:
-            while coming is not None and coming.arrival <= self.clock:
-                self._add(coming)
-                coming = next(waiting, None)
+        for number_, a in enumerate(waiting):
+            self.run_until(a.arrival)
+            self.add(family_of(a, number_), a.arrival)
+        self.run_until(float("inf"))
+
+    def run_until(self, when: float) -> None:
+        """Runs steps until the clock is there, or nothing can go on before: it is set to that time then."""
+        while self.clock < when and (self.scheduler.has_work or self.unread):
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
             if self.unread and (plan is None or len(self.unread) >= self.depth):
                 self._read()
-            elif plan is None and coming is not None:
-                self.clock = max(self.clock, coming.arrival)
+        if when < float("inf"):
+            self.clock = max(self.clock, when)
 
-    def _add(self, a: Arrival) -> None:
-        name, prompt = str(self.made), list(_prompt(a, self.made))
-        self.made += 1
-        params, first = _params(a.output, a.n), None
-        for i in range(a.n):
-            request_id = name if a.n == 1 else f"{i}_{name}"
-            request = Request(request_id, prompt, params, request_key(self.made, i), priority=a.priority, index=i)
-            request.arrival, request.first = self.made, first
-            first = first or request
-            self.arrived[request_id] = a.arrival
+    def add(self, family: Iterable[Request], arrival: float) -> None:
+        """Queues the requests of one arrival."""
+        for request in family:
+            self.arrived[request.id] = arrival
             self.scheduler.add(request)
 
     def _launch(self, plan: Plan) -> None:
@@ -209,6 +205,18 @@ def make_scheduler(
         windows, [num_blocks] * len(windows), block_size, enable_prefix_caching, config.max_num_batched_tokens
     )
     return Scheduler(config, blocks, policy)
+
+
+def family_of(a: Arrival, number_: int) -> list[Request]:
+    """The n requests of one line of a trace, the number_-th from 0."""
+    name, prompt, params = str(number_), list(_prompt(a, number_)), _params(a.output, a.n)
+    family: list[Request] = []
+    for i in range(a.n):
+        request_id, first = name if a.n == 1 else f"{i}_{name}", family[0] if family else None
+        key = request_key(number_ + 1, i)
+        family.append(Request(request_id, prompt, params, key, priority=a.priority, arrival=number_, index=i))
+        family[-1].first = first
+    return family
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -12,6 +12,7 @@ from ..build import Parts, build
 from ..config import engine_config
 from ..llm import LLM
 from ..plan import Plan
+from ..replica import check_alone
 from ..request import Request
 from ..runner import Hidden
 from ..sampling_params import SamplingParams
@@ -80,6 +81,7 @@ class EngineSubject:
     has_cache = True
 
     def __init__(self, name: str, parts: Parts | LLM):
+        check_alone(parts)
         self.name, self.parts, self.runner, self.dtype = name, parts, parts.runner, parts.config.dtype
         self.block_size, self.teller = parts.runner.block_size, Teller(parts.runner)
         specs = parts.layout.spec(parts.model.attention[0], 2).values()

@@ -257,7 +257,7 @@ def test_a_step_that_cannot_be_read_ends_all_requests(backend: str, error: type[
     llm = engine(backend=backend, async_scheduling=True)
     llm.add_request("a", PROMPTS[0], GREEDY)
     llm.step()
-    llm.unread = deque([Unreadable(error)])
+    llm.replicas[0].unread = deque([Unreadable(error)])
     with pytest.raises(error):
         llm.step()
     (output,) = llm.step()

@@ -306,7 +306,7 @@ def test_values_are_picklable_and_the_registry_is_the_engines_own() -> None:
     one, two = watched(), watched()
     one.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert pickle.loads(pickle.dumps(one.get_metrics())) == one.get_metrics()
-    labels = {"model_name": "llama"}
+    labels = {"model_name": "llama", "engine": "0"}
     assert one.metrics_registry().get_sample_value("vllm:generation_tokens_total", labels) == 24
     assert two.metrics_registry().get_sample_value("vllm:generation_tokens_total", labels) == 0
     with pytest.raises(ValueError, match="Duplicated"):

@@ -14,7 +14,7 @@ from octavo.engine.stats import INTERVAL, StatsLogger
 def test_a_line_every_interval_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
     llm, now = engine(disable_log_stats=False, async_scheduling=False), [0.0]
     assert isinstance(llm.stats, StatsLogger)
-    llm.stats = StatsLogger(llm.metrics, clock=lambda: now[0])
+    llm.stats = StatsLogger([llm.metrics], clock=lambda: now[0])
     for i in range(6):
         llm.add_request(str(i), PROMPTS[0], replace(GREEDY, max_tokens=3))
     with caplog.at_level(logging.INFO, logger="octavo"):
