@@ -102,7 +102,7 @@ def serve(commands: Connection, results: Connection) -> None:
 
         backend = join.config.backend
         world = World.of_child(join, leader)
-        runner = build_device(join.config, join.weights, world=world).runner
+        runner = build_device(join.config, join.weights, world=world).runners[0]
         del join
         try:
             follow(leader, runner)

@@ -67,7 +67,7 @@ def run(parts: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) ->
     unread: Sequence[Pending | None] = [None] * len(schedulers)
     while any(s.has_work for s in schedulers) or any(unread):
         plans = tuple(s.schedule() for s in schedulers)
-        pending = parts.runner.launch(JointPlan(plans)) if any(plans) else [None] * len(plans)
+        pending = parts.runners[0].launch(JointPlan(plans)) if any(plans) else [None] * len(plans)
         unread, pending = pending, unread
         for scheduler, p in zip(schedulers, pending, strict=True):
             if p:
