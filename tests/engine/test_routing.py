@@ -101,7 +101,8 @@ def test_what_was_generated_is_found_too() -> None:
     first = family_of(Arrival(0, 32, 100), 0)[0]
     assert send(routing, each, Arrival(0, 32, 4), 9) == 0
     each[1].add(first)
-    finish(each[0]), finish(each[1])
+    for s in each:
+        finish(s)
     # a conversation that goes on: its prompt holds the answer, which no prompt sent so far did
     (again,) = family_of(Arrival(0, len(first.tokens), 4), 1)
     again.prompt, again.tokens = list(first.tokens), list(first.tokens)
