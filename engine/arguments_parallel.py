@@ -58,6 +58,20 @@ PARALLELISM = (
         choices("linear", "round_robin"),
     ),
     Argument(
+        "enable_sp",
+        "bool",
+        False,
+        "hidden rows between products are shared out over tensor_parallel_size devices by tokens: docs/parallel.md",
+        checks.flag,
+    ),
+    Argument(
+        "sp_min_token_num",
+        "int",
+        1,
+        "tokens that a step must have for enable_sp to act on it",
+        integers(1),
+    ),
+    Argument(
         "sharding_rules",
         "ShardingRules",
         None,

@@ -143,6 +143,7 @@ class JaxBackend:
         eager: bool = False,
         pure: bool = False,
         experts_in_turn: bool = False,
+        least_tokens: int = 1,
     ) -> None:
         if (mesh is None) != (mode == "local"):
             raise ValueError(f"mode {mode!r} {'needs a' if mesh is None else 'takes no'} mesh")
@@ -160,7 +161,7 @@ class JaxBackend:
                 "multiplies more slowly than in float32; use dtype='float32', or backend='torch'"
             )
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
-        self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn)
+        self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn, least_tokens)
         self.replicas = JaxReplicas(mesh.shape["dp"]) if mesh and "replicas" in self.rules else None
         # which of this process's devices all arrays lie on, where there is no mesh
         self.device, self.is_elsewhere = jax.local_devices()[device], device > 0

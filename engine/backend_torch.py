@@ -156,6 +156,7 @@ class TorchBackend:
         rules: ShardingRules | None = None,
         mesh: TorchMesh | None = None,
         experts_in_turn: bool = False,
+        least_tokens: int = 1,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -163,7 +164,7 @@ class TorchBackend:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.rules, self.mesh = rules or ShardingRules({}), mesh
-        self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn)
+        self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn, least_tokens)
         self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS

@@ -221,7 +221,7 @@ def host_memory(config: EngineConfig) -> int | None:
 def backend_options(config: EngineConfig, world: World | None, replica: int = 0) -> dict[str, Any]:
     """What the backend of a replica is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
-    options |= {"experts_in_turn": config.deals_experts}
+    options |= {"experts_in_turn": config.deals_experts, "least_tokens": config.sp_min_token_num}
     if config.backend == "torch":
         device = find_platform("torch", config.device)
         options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager}

@@ -239,13 +239,15 @@ def plan(
     """
     with reporting(debug):
         from .config import engine_config
+        from .devices import kind_of_step
 
         name = one_model(named, model)
         config = engine_config(name, backend=backend, **engine_arguments(context.args))
         found = _memory_plan(config)
         shown, n = dataclasses.asdict(found), found.max_num_seqs
+        step = kind_of_step(config, n)
         shown["collectives"] = [
-            dataclasses.asdict(c) | {"step_bytes": 0 if c.seldom else c.count * c.bytes_of(n, n)}
+            dataclasses.asdict(c) | {"step_bytes": c.count * c.bytes_of(n, n) if c.runs_in(step) else 0}
             for c in found.collectives
         ]
         if found.num_devices == 1:

@@ -54,6 +54,8 @@ class EngineConfig:
     data_parallel_routing: str
     enable_expert_parallel: bool
     expert_placement_strategy: str
+    enable_sp: bool
+    sp_min_token_num: int
     sharding_rules: ShardingRules | None
     distributed_executor_backend: str | None
     state_check_interval: int
@@ -107,7 +109,7 @@ class EngineConfig:
         """Which mesh axis shares which logical axis."""
         rules = self.sharding_rules
         if rules is None:
-            rules = preset(self.mesh_shape, self.enable_expert_parallel)
+            rules = preset(self.mesh_shape, self.enable_expert_parallel, self.enable_sp)
         return with_replicas(rules, self.mesh_shape)
 
     @property
@@ -192,7 +194,18 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
         raise ValueError("data_parallel_routing='prefix' needs enable_prefix_caching: without, no replica has prefixes")
     if config.sharding_rules is not None:
         check_known(config.sharding_rules, config.mesh_shape)
+    _check_sequence(config)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))
+
+
+def _check_sequence(c: EngineConfig) -> None:
+    """Refuses what asks for hidden rows shared out by tokens, and shares out none."""
+    if c.enable_sp and c.tensor_parallel_size == 1:
+        raise ValueError("enable_sp=True with tensor_parallel_size 1: there is nobody to share hidden rows with")
+    if c.enable_sp and c.rules.get("tokens") is None:
+        raise ValueError("enable_sp=True with sharding_rules that leave 'tokens' out: add {'tokens': 'tp'} to them")
+    if c.sp_min_token_num > 1 and c.rules.get("tokens") is None:
+        raise ValueError(f"sp_min_token_num={c.sp_min_token_num} limits nothing without enable_sp=True")
 
 
 def _named(arguments: Mapping[str, Any]) -> dict[str, Any]:

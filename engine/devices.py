@@ -24,10 +24,16 @@ class Collective:
     of_rows: bool  # of sampled rows, not of tokens
     bytes_each: int  # a token or row
     seldom: bool = False  # instead of "tokens", in steps whose sampling has to see all logits (decision 025)
+    parts: int = 1  # devices that share out its result
+    steps: str = "all"  # or those whose hidden rows are "shared" out by tokens, or "whole" (decision 029)
 
     def bytes_of(self, num_tokens: int, num_rows: int) -> int:
         """Bytes of one of them in a step of padded sizes."""
-        return self.bytes_each * (num_rows if self.of_rows else num_tokens)
+        return self.bytes_each * (num_rows if self.of_rows else num_tokens) // self.parts
+
+    def runs_in(self, kind: str) -> bool:
+        """Whether it happens in a greedy step of that kind (kind_of_step)."""
+        return not self.seldom and self.steps in ("all", kind)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,12 @@ def stages(num_layers: int, num_stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
+def kind_of_step(config: EngineConfig, num_tokens: int) -> str:
+    """Whether hidden rows of a step of so many tokens are "shared" out by tokens, or "whole"."""
+    parts = divisors_of(config).get("tokens", 1)
+    return "shared" if parts > 1 and num_tokens >= config.sp_min_token_num and num_tokens % parts == 0 else "whole"
+
+
 def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> list[Collective]:
     """Those of one step: forward, then head. `itemsize` is that of the dtype that the model is run in."""
     sizes, wide = divisors_of(config), 4
@@ -55,13 +67,24 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
     found: list[Collective] = []
 
     def note(kind: str, where: str, axes: Sequence[str], count: int, of_rows: bool, bytes_each: int,
-             seldom: bool = False, without: Sequence[str] = ()) -> None:  # fmt: skip
+             without: Sequence[str] = (), **more: Any) -> None:  # fmt: skip
         shared = (name for axis in axes for name in as_tuple(config.rules.get(axis)) if config.mesh_shape[name] > 1)
         if count and (names := tuple(name for name in dict.fromkeys(shared) if name not in without)):
-            found.append(Collective(kind, where, names, count, of_rows, bytes_each, seldom))
+            found.append(Collective(kind, where, names, count, of_rows, bytes_each, **more))
 
+    def note_sum(where: str, axes: Sequence[str], count: int, bytes_each: int, **more: Any) -> None:
+        scatters = parts > 1 and any("tp" in as_tuple(config.rules.get(axis)) for axis in axes)
+        note("all-reduce", where, axes, count, False, bytes_each, steps="whole" if scatters else "all", **more)
+        if scatters:
+            note("reduce-scatter", where, ["tokens"], count, False, bytes_each, parts=parts, steps="shared")
+
+    parts = sizes.get("tokens", 1)
     if _is_split(model.weights["embed"], sizes):
-        note("all-reduce", "embed", ["vocab"], 1, False, dim * itemsize)
+        note_sum("embed", ["vocab"], 1, dim * itemsize)
+    if parts > 1:
+        # what attention and MLPs or experts read, and what each stage leaves
+        gathers = 2 * len(model.attention) + config.pipeline_parallel_size
+        note("all-gather", "hidden", ["tokens"], gathers, False, dim * itemsize, steps="shared")
     products: dict[tuple[str, str, int], int] = {}
     for layer in model.weights["layers"]:
         for name, spec in layer.items():
@@ -69,7 +92,7 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
                 key = name, axis, _made(spec)
                 products[key] = products.get(key, 0) + (sizes.get(axis, 1) > 1)
     for (name, axis, made), count in products.items():
-        note("all-reduce", name, [axis], count, False, made * product)
+        note_sum(name, [axis], count, made * product)
     mixed = sum(any("experts" in spec.axes for spec in layer.values()) for layer in model.weights["layers"])
     if mixed and model.mixture and (replicas := config.num_joint) > 1:
         # the tokens of all replicas, and a weight and an id of each chosen expert
@@ -79,12 +102,12 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
         if config.backend == "torch":
             note("all-gather", "results", ["replicas"], 1, True, replicas * 4)
     together = as_tuple(config.rules.get("replicas"))
-    note("all-reduce", "experts", ["experts", "expert_mlp"], mixed, False, dim * wide, without=together)
+    note_sum("experts", ["experts", "expert_mlp"], mixed, dim * wide, without=together)
     table = model.weights.get("unembed", model.weights["embed"])
     if _is_split(table, sizes):
         # each device's best: bits of a float32, and an int32 id
         note("all-gather", "tokens", ["vocab"], 1, True, 8 * sizes["vocab"])
-        note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize, True)
+        note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize, seldom=True)
     if config.pipeline_parallel_size > 1:
         found.append(Collective("send", "stages", ("pp",), config.pipeline_parallel_size - 1, False, dim * itemsize))
     return found

@@ -1,13 +1,11 @@
-"""The JAX op table. Collectives live here: `mode` says who moves data between shards.
+"""The JAX op table. Collectives act here: `mode` says who moves data between shards (collectives.py).
 
-"local": one device. "shard_map": a step sees local shards, ops call psum and all_gather. "auto": ops annotate, the
-compiler moves. The same model lines run under all three.
+The same model lines run under all three.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +15,11 @@ from jax.core import Tracer
 
 from . import fused
 from .attention import AttentionOp
+from .collectives import HIDDEN, WHOLE, Axes, Collectives
 from .experts import experts
 from .noise import digest, gumbel
 from .tally import tally
 
-Axes = tuple[str | None, ...]
-MODES = ("local", "shard_map", "auto")
 HALVES = ("bfloat16", "float16")
 
 
@@ -41,23 +38,17 @@ def product(spec: str, x: jax.Array, w: jax.Array, out: Any = jnp.float32) -> ja
     return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=out)
 
 
-class JaxOps:
-    """Every op that models and layouts call. Frozen after construction; `for_step` returns a copy that knows the step.
-
-    `rules` maps a logical axis to a mesh axis (or several, or None); only `.get` is asked of it.
-    """
+class JaxOps(Collectives):
+    """Every op that models and layouts call. Frozen after construction; a copy of `for_step` knows the step."""
 
     xp = jnp
 
     def __init__(
         self, mode: str = "local", rules: Mapping | None = None, mesh: Any = None, attention: str = "auto",
-        experts_in_turn: bool = False,
+        experts_in_turn: bool = False, least_tokens: int = 1,
     ) -> None:  # fmt: skip
-        if mode not in MODES:
-            raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
-        self.mode, self.rules, self.mesh = mode, rules or {}, mesh
+        super().__init__(mode, rules, mesh, least_tokens)
         self.experts_in_turn = experts_in_turn
-        self.left: str | None = None
         self._attention = AttentionOp(attention, mode)
         self._layers: dict[Any, tuple[Callable, set[str]]] = {}
         self._normed: list = []  # what qk_norm made last, and of what
@@ -67,6 +58,8 @@ class JaxOps:
         """The same ops, holding what attention derives once a step for all layers."""
         ops = copy.copy(self)
         ops._attention, ops._layers, ops._normed = self._attention.for_step(steps), {}, []
+        if self.tokens:
+            ops.rules = self.rules_of(steps[0].token_ids_T.shape[0])
         return ops
 
     def places(self, fn: Callable, *args: Any) -> dict[str, jax.Array]:
@@ -134,56 +127,6 @@ class JaxOps:
         """Whether attention with all these specs reads prefixes once that sequences share."""
         return self._attention.shares_prefixes(specs, dtype, scaled)
 
-    def shards(self, *axes: str | None) -> tuple[str, ...]:
-        """The mesh axes over which this step's local shards of these logical axes are spread; each once."""
-        if self.mode != "shard_map":
-            return ()
-        found = (self.rules.get(axis) or () for axis in axes)
-        return tuple(dict.fromkeys(n for names in found for n in ((names,) if isinstance(names, str) else names)))
-
-    def axis_index(self, axis: str) -> jax.Array | int:
-        """Which shard of a logical axis this is; 0 where the axis is whole."""
-        names = self.shards(axis)
-        return jax.lax.axis_index(names) if names else 0
-
-    def axis_size(self, axis: str) -> int:
-        """Over how many shards a logical axis is spread."""
-        names = self.shards(axis)
-        return math.prod(self.mesh.shape[name] for name in names) if names else 1
-
-    def psum(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The sum of x over the shards of these logical axes, each mesh axis once."""
-        names = self.shards(*axes)
-        return jax.lax.psum(x, names) if names else x
-
-    def all_gather(self, x: jax.Array, axis: str | None, dim: int) -> jax.Array:
-        """The shards of a logical axis side by side, along dimension `dim` of x."""
-        names = self.shards(axis)
-        return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
-
-    def leaving(self, axis: str) -> JaxOps:
-        """The same ops, for which `constrain` leaves that logical axis as it lies: `argmax`, `gumbel`, `trim` know."""
-        ops = copy.copy(self)
-        ops.left = axis if self.shards(axis) else None
-        return ops
-
-    def trim(self, x: jax.Array, axis: str, size: int) -> jax.Array:
-        """x without what its last axis, a logical one, has beyond `size`; of one that was left, that is -inf."""
-        if axis != self.left:
-            return x[..., :size]
-        place = jnp.arange(x.shape[-1]) + self.axis_index(axis) * x.shape[-1]
-        return jnp.where(place < size, x, -float("inf"))
-
-    def constrain(self, x: jax.Array, now: Axes, then: Axes) -> jax.Array:
-        """x laid out as `then` says; `now` is how it lies."""
-        if self.mode == "auto":
-            spec = jax.P(*(self.rules.get(axis) for axis in then))
-            return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, spec))
-        for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-            if not self.shards(b) and (a is None or a != self.left):
-                x = self.all_gather(x, a, dim)
-        return x
-
     def prepare(self, weight: jax.Array, spec: Any) -> jax.Array:
         """The weight as `einsum` and `embed` like it best."""
         return weight
@@ -195,26 +138,26 @@ class JaxOps:
         """The only matrix product. Multiplies in w's dtype, accumulates in float32, returns x's dtype.
 
         `out` are the product's logical axes; `reduce` is the contracted axis if that one is sharded. With `norm`
-        (scale, eps) x goes through rms_norm first; with `gate` the product goes through gated_mlp_act; `add` is added
-        to the result, and consumed.
+        (scale, eps) x, hidden rows, goes through rms_norm first; with `gate` the product goes through gated_mlp_act;
+        `add` is added to the result, and consumed.
         """
-        x = self.rms_norm(x, *norm) if norm else x
+        x = self.constrain(self.rms_norm(x, *norm), HIDDEN, WHOLE) if norm else x
         sums = self.shards(reduce)
         # a float32 result would be written, read and rounded by another kernel
         half = w.dtype.name in HALVES and not sums
         y = product(spec, x.astype(w.dtype), w, w.dtype if half else jnp.float32)
-        y = self.constrain(self.psum(y, reduce).astype(x.dtype), out, out)
+        y = self.constrain(self.psum_to(y, (reduce,), out).astype(x.dtype), out, out)
         y = self.gated_mlp_act(y) if gate else y
         return y if add is None else add + y
 
     def embed(self, table_VE: jax.Array, ids_T: jax.Array) -> jax.Array:
-        """Rows of the table, which may be sharded over "vocab"."""
+        """Hidden rows: those of the table, which may be sharded over "vocab"."""
         if not self.shards("vocab"):
-            return self.constrain(table_VE[ids_T], (None, None), (None, None))
+            return self.constrain(table_VE[self.constrain(ids_T, (None,), HIDDEN[:1])], HIDDEN, HIDDEN)
         local_T = ids_T - self.axis_index("vocab") * table_VE.shape[0]
         mine_T = (local_T >= 0) & (local_T < table_VE.shape[0])
         found_TE = jnp.where(mine_T[:, None], table_VE[jnp.where(mine_T, local_T, 0)], 0)
-        return self.psum(found_TE, "vocab")
+        return self.psum_to(found_TE, ("vocab",), HIDDEN)
 
     def rms_norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
         """x / rms(x) * scale over the last axis, float32 inside."""
@@ -245,7 +188,8 @@ class JaxOps:
         """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
 
         Experts may be shared out over "experts", and the inside of each over "expert_mlp": also over mesh axes along
-        which tokens are others ("replicas"), whose tokens all meet here.
+        which tokens are others ("replicas"), whose tokens all meet here. Takes all
+        tokens, and returns hidden rows.
         """
         dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
         apart = tuple(name for name in spread if name in self.shards("replicas"))
@@ -261,9 +205,8 @@ class JaxOps:
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, mode=self.mode)
         if apart:
             y_TE = jax.lax.psum_scatter(y_TE, apart, tiled=True)
-        if rest := tuple(name for name in spread if name not in apart):
-            y_TE = jax.lax.psum(y_TE, rest)
-        y_TE = self.constrain(y_TE.astype(dtype), (None, None), (None, None))
+        y_TE = self.sum_to(y_TE, tuple(name for name in spread if name not in apart), HIDDEN)
+        y_TE = self.constrain(y_TE.astype(dtype), HIDDEN, HIDDEN)
         return y_TE if add is None else add + y_TE
 
     def _local_experts(self, ids_TC: jax.Array, here: int) -> jax.Array:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from . import noise, xp
 from .attention import IMPLEMENTATIONS, Implementation, choose
+from .collectives import HIDDEN, WHOLE, Collectives
 from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 BLOCK = 256  # of argmax
 
 
-class TorchOps:
+class TorchOps(Collectives):
     """The ops of models/, in torch. `attention` names an implementation, or "auto".
 
     `mesh` is this process's place among others (sharding/mesh_torch.py); `rules` map logical axes to its axes.
@@ -34,13 +35,13 @@ class TorchOps:
 
     def __init__(
         self, pure: bool = False, attention: str = "auto", rules: Mapping[str, Any] | None = None, mesh: Any = None,
-        experts_in_turn: bool = False,
+        experts_in_turn: bool = False, least_tokens: int = 1,
     ):  # fmt: skip
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
-        self.pure, self.wanted, self.rules, self.mesh = pure, attention, rules or {}, mesh
+        super().__init__(rules, mesh, least_tokens)
+        self.pure, self.wanted = pure, attention
         self.experts_in_turn = experts_in_turn
-        self.left: str | None = None
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
@@ -51,55 +52,9 @@ class TorchOps:
         """A copy that remembers, for each group's step, what attention derives from it once for all layers."""
         ops = copy.copy(self)
         ops.steps, ops.plans, ops.tables = steps, {}, []
+        if self.tokens:
+            ops.rules = self.rules_of(steps[0].token_ids_T.shape[0])
         return ops
-
-    def shards(self, *axes: str | None) -> tuple[str, ...]:
-        """The mesh axes over which local shards of these logical axes are spread; each once."""
-        if self.mesh is None:
-            return ()
-        found = (self.rules.get(axis) or () for axis in axes)
-        return tuple(dict.fromkeys(n for names in found for n in ((names,) if isinstance(names, str) else names)))
-
-    def axis_index(self, axis: str) -> int:
-        """Which shard of a logical axis this is; 0 where the axis is whole."""
-        names = self.shards(axis)
-        return self.mesh.index(names) if names else 0
-
-    def axis_size(self, axis: str) -> int:
-        """Over how many shards a logical axis is spread."""
-        names = self.shards(axis)
-        return self.mesh.size(names) if names else 1
-
-    def psum(self, x: Tensor, *axes: str | None) -> Tensor:
-        """The sum of x over the shards of these logical axes; each mesh axis once. Consumes x."""
-        names = self.shards(*axes)
-        return self.mesh.all_reduce(x, names) if names else x
-
-    def all_gather(self, x: Tensor, axis: str | None, dim: int) -> Tensor:
-        """The shards of a logical axis side by side, along dimension `dim` of x."""
-        names = self.shards(axis)
-        return self.mesh.all_gather(x, names, dim) if names else x
-
-    def leaving(self, axis: str) -> TorchOps:
-        """The same ops, for which `constrain` leaves that logical axis as it lies: `argmax`, `gumbel`, `trim` know."""
-        ops = copy.copy(self)
-        ops.left = axis if self.shards(axis) else None
-        return ops
-
-    def trim(self, x: Tensor, axis: str, size: int) -> Tensor:
-        """x without what its last axis, a logical one, has beyond `size`; of one that was left, that is -inf."""
-        if axis != self.left:
-            return x[..., :size]
-        place = torch.arange(x.shape[-1], device=x.device) + self.axis_index(axis) * x.shape[-1]
-        return torch.where(place < size, x, -float("inf"))
-
-    def constrain(self, x: Tensor, now: tuple, then: tuple) -> Tensor:
-        """x laid out as `then` says; `now` is how it lies."""
-        if self.mesh is not None:
-            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-                if not self.shards(b) and (a is None or a != self.left):
-                    x = self.all_gather(x, a, dim)
-        return x
 
     def prepare(self, weight: Tensor, spec: Any) -> Tensor | Packed:
         """The weight as its product reads it fastest."""
@@ -113,30 +68,33 @@ class TorchOps:
     ) -> Tensor:  # fmt: skip
         """The matrix product `spec`; `reduce` is the contracted axis if that one may be sharded.
 
-        With `norm` (scale, eps) x goes through rms_norm first; with `gate` the product goes through gated_mlp_act;
-        `add` is added to the result, and consumed. Partial sums are rounded to x's dtype before they are added up, as
-        vLLM's are.
+        With `norm` (scale, eps) x, hidden rows, goes through rms_norm first; with `gate` the product goes through
+        gated_mlp_act; `add` is added to the result, and consumed. Partial sums are rounded to x's dtype before they
+        are added up, as vLLM's are.
         """
-        if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or self.shards(reduce)):
+        if norm and self.shards("tokens"):
+            x, norm = self.constrain(self.rms_norm(x, *norm), HIDDEN, WHOLE), None
+        apart = self.shards(reduce, *out[:1])
+        if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart):
             y = few_rows.einsum(spec, x, w, norm, gate, add)
             if y is not None:
                 return y
         x = self.rms_norm(x, *norm) if norm else x
-        if add is not None and not (gate or self.pure or self.shards(reduce)) and adds(x, w):
+        if add is not None and not (gate or self.pure or apart) and adds(x, w):
             return matmul_add(spec, x, w, add)
-        y = self.psum(matmul(spec, x, w), reduce)
+        y = self.psum_to(matmul(spec, x, w), (reduce,), out)
         y = self.gated_mlp_act(y) if gate else y
         return y if add is None else add + y
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
-        """The table's rows; the table may be sharded over "vocab"."""
+        """Hidden rows: those of the table, which may be sharded over "vocab"."""
         rows_VE = table_VE if isinstance(table_VE, Tensor) else table_VE.rows
         if not self.shards("vocab"):
-            return rows_VE.index_select(0, ids_T)
+            return rows_VE.index_select(0, self.constrain(ids_T, (None,), HIDDEN[:1]))
         local_T = ids_T - self.axis_index("vocab") * len(rows_VE)
         mine_T = (local_T >= 0) & (local_T < len(rows_VE))
         found_TE = rows_VE.index_select(0, torch.where(mine_T, local_T, 0))
-        return self.psum(torch.where(mine_T[:, None], found_TE, 0), "vocab")
+        return self.psum_to(torch.where(mine_T[:, None], found_TE, 0), ("vocab",), HIDDEN)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
@@ -178,10 +136,11 @@ class TorchOps:
         """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
 
         Experts may be shared out over "experts", and the inside of each over "expert_mlp": also over mesh axes along
-        which tokens are others ("replicas"), whose tokens all meet here.
+        which tokens are others ("replicas"), whose tokens all meet here. Takes all
+        tokens, and returns hidden rows.
         """
         dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
-        if not spread:
+        if not spread and not self.shards("tokens"):
             return experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, add, dtype)
         apart = tuple(name for name in spread if name in self.shards("replicas"))
         if apart:
@@ -194,9 +153,7 @@ class TorchOps:
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, None, torch.float32)
         if apart:
             y_TE = self.mesh.reduce_scatter(y_TE, apart)
-        if rest := tuple(name for name in spread if name not in apart):
-            y_TE = self.mesh.all_reduce(y_TE, rest)
-        y_TE = y_TE.to(dtype)
+        y_TE = self.sum_to(y_TE, tuple(name for name in spread if name not in apart), HIDDEN).to(dtype)
         return y_TE if add is None else add + y_TE
 
     def _local_experts(self, ids_TC: Tensor, here: int) -> Tensor:

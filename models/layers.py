@@ -10,6 +10,9 @@ import numpy as np
 
 from .interface import Array, ArraySpec, CacheGroup, Fuse, ModelSpec, Part, map_tree
 
+# how hidden rows lie between products, which rules may share out by tokens, and where all of them are needed
+HIDDEN, WHOLE = ("tokens", None), (None, None)
+
 
 @dataclass(frozen=True)
 class Weight:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .interface import Array, ArraySpec, AttentionSpec, CacheLayout, LayerCache, ModelSpec, Step
-from .layers import Weight, fuse, groups_by_window, host, linear, norm_scale, split
+from .layers import HIDDEN, Weight, fuse, groups_by_window, host, linear, norm_scale, split
 from .rope import RopeConfig, inv_freq, max_model_len
 
 
@@ -104,7 +104,7 @@ def mlp(w: dict, x_TE: Array, step: Step, ops: Any, eps: float) -> Array:
     """x_TE, and added to it what the MLP makes of its norm."""
     norm = (w["mlp_norm"], eps)
     h_TF = linear(ops, "te,exf->txf", x_TE, w, "gate_up", out=(None, None, "mlp"), norm=norm, gate=True)
-    return linear(ops, "tf,fe->te", h_TF, w, "down", out=(None, None), reduce="mlp", add=x_TE)
+    return linear(ops, "tf,fe->te", h_TF, w, "down", out=HIDDEN, reduce="mlp", add=x_TE)
 
 
 def layer(
@@ -112,7 +112,7 @@ def layer(
     *, eps: float, qkv: Callable = qkv, mlp: Callable = mlp,
 ) -> tuple[Array, LayerCache]:  # fmt: skip
     a_TKGD, cache = layout.attention(ops, cache, qkv(w, x_TE, ops, eps), step, attention)
-    x_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=(None, None), reduce="kv_heads", add=x_TE)
+    x_TE = linear(ops, "tkgd,kgde->te", a_TKGD, w, "out", out=HIDDEN, reduce="kv_heads", add=x_TE)
     return mlp(w, x_TE, step, ops, eps), cache
 
 

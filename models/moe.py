@@ -12,7 +12,7 @@ from typing import Any
 
 from . import llama
 from .interface import Array, ArraySpec, Fuse, Mixture, ModelSpec, Routing, Step
-from .layers import Weight, fuse, split
+from .layers import HIDDEN, WHOLE, Weight, fuse, split
 
 
 def route(logits_TX: Array, routing: Routing, bias_X: Array | None, real_T: Array, ops: Any) -> tuple[Array, Array]:
@@ -51,7 +51,8 @@ def mlp(w: dict, x_TE: Array, step: Step, ops: Any, eps: float, *, routing: Rout
     """x_TE, and added to it what a layer's experts make of its norm; or what its MLP does, where it has no experts."""
     if "router" not in w:
         return llama.mlp(w, x_TE, step, ops, eps)
-    return add_experts(w, x_TE, ops.rms_norm(x_TE, w["mlp_norm"], eps), step, ops, routing)
+    h_TE = ops.constrain(ops.rms_norm(x_TE, w["mlp_norm"], eps), HIDDEN, WHOLE)
+    return add_experts(w, x_TE, h_TE, step, ops, routing)
 
 
 def add_experts(w: dict, x_TE: Array, h_TE: Array, step: Step, ops: Any, routing: Routing) -> Array:
@@ -67,11 +68,12 @@ def add_experts(w: dict, x_TE: Array, h_TE: Array, step: Step, ops: Any, routing
 def add_shared(w: dict, x_TE: Array, h_TE: Array, ops: Any) -> Array:
     """x_TE plus the expert that every token goes through, behind its gate if it has one."""
     h_TF = ops.einsum("te,exf->txf", h_TE, w["shared_gate_up"], out=(None, None, "mlp"), gate=True)
-    down: dict[str, Any] = {"out": (None, None), "reduce": "mlp"}
+    down: dict[str, Any] = {"out": HIDDEN, "reduce": "mlp"}
     if "shared_gate" not in w:
         return ops.einsum("tf,fe->te", h_TF, w["shared_down"], **down, add=x_TE)
     y_TE = ops.einsum("tf,fe->te", h_TF, w["shared_down"], **down)
-    gate_T1 = ops.xp.astype(ops.einsum("te,xe->tx", h_TE, w["shared_gate"], out=(None, None)), ops.xp.float32)
+    gate_T1 = ops.constrain(ops.einsum("te,xe->tx", h_TE, w["shared_gate"], out=WHOLE), WHOLE, HIDDEN)
+    gate_T1 = ops.xp.astype(gate_T1, ops.xp.float32)
     return x_TE + ops.xp.astype(y_TE / (1 + ops.xp.exp(-gate_T1)), y_TE.dtype)
 
 

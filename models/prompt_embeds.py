@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from .interface import Array, ArraySpec, ModelSpec, Step
+from .layers import HIDDEN, WHOLE
 
 NAME = "prompt_embeds"  # in StepInput.extra: [T, E]; read only where an id is negative
 NO_ID = -1  # what rows["tokens"] holds there
@@ -28,4 +29,5 @@ def embed(w: dict, step: Step, ops: Any, *, table: Callable[..., Array]) -> Arra
     x_TE = table(w, replace(step, token_ids_T=xp.where(ids_T < 0, 0, ids_T)), ops)
     if NAME not in step.extra:
         return x_TE
-    return xp.where((ids_T < 0)[:, None], xp.astype(step.extra[NAME], x_TE.dtype), x_TE)
+    given_TE = xp.astype(ops.constrain(step.extra[NAME], WHOLE, HIDDEN), x_TE.dtype)
+    return xp.where(ops.constrain((ids_T < 0)[:, None], WHOLE, HIDDEN), given_TE, x_TE)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from .interface import Array, ArraySpec, ModelSpec, Step, StepInput
+from .layers import HIDDEN as BY_TOKENS
+from .layers import WHOLE
 
 HIDDEN = "hidden"  # in StepInput.extra of every stage but the first: the rows [T, E] that the stage before has made
 
@@ -55,7 +57,7 @@ def stage_tree(model: ModelSpec, layers: range, tree: dict[str, Any]) -> dict[st
 
 def rows_from_before(w: dict, step: Step, ops: Any) -> Array:
     """`embed` of a later stage."""
-    return step.extra[HIDDEN]
+    return ops.constrain(step.extra[HIDDEN], WHOLE, BY_TOKENS)
 
 
 def with_rows_from_before(inputs: StepInput, x_TE: Array) -> StepInput:

@@ -20,6 +20,7 @@ from .interface import (
     Step,
     StepInput,
 )
+from .layers import HIDDEN, WHOLE
 from .logit_edits import LogitsProcessor
 from .taps import TappedOps, Taps
 
@@ -88,7 +89,7 @@ def run_layers(
     ops = ops.for_step(steps)
     x_TE = model.embed(weights, steps[0], ops)
     if taps and not model.first_layer:
-        taps.keep("embed", x_TE)
+        taps.keep_hidden("embed", x_TE, ops)
     home = {n: (g, i) for g, group in enumerate(model.groups) for i, n in enumerate(group.layers)}
     groups = [list(group) for group in cache.groups]
     # what a layer's ops return can be shown only if the layer is no program of its own
@@ -99,8 +100,9 @@ def run_layers(
         layer_ops = TappedOps(ops, taps, name, w) if taps else ops
         x_TE, groups[g][i] = layer(w, groups[g][i], x_TE, steps[g], model.attention[n], layer_ops, layout)
         if taps:
-            taps.keep(name, x_TE)
+            taps.keep_hidden(name, x_TE, ops)
     computed = ops.scatter(cache.rows["num_computed"], (inputs.rows_S,), steps[0].lengths_S)
+    x_TE = ops.constrain(x_TE, HIDDEN, WHOLE)
     return x_TE, CacheState(tuple(tuple(g) for g in groups), cache.rows | {"num_computed": computed})
 
 

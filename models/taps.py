@@ -7,7 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .interface import Array
+from .layers import HIDDEN, WHOLE
 
+NORMS = ("rms_norm", "add_rms_norm")  # of hidden rows, unless they have more than two axes
 TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act", "show", "route")
 
 
@@ -26,6 +28,11 @@ class Taps:
         if self.wants(name):
             count = sum(known == name or known.startswith(f"{name}.#") for known in self.found)
             self.found[f"{name}.#{count}" if count else name] = value
+
+    def keep_hidden(self, name: str, rows: Array, ops: Any) -> None:
+        """Keeps wanted hidden rows, of all tokens."""
+        if self.wants(name):
+            self.keep(name, ops.constrain(rows, HIDDEN, WHOLE))
 
 
 class TappedOps:
@@ -49,7 +56,7 @@ class TappedOps:
         def tapped(*args: Any, **kwargs: Any) -> Any:
             out = op(*args, **kwargs)
             for part, value in self._parts(name, args, out):
-                self.taps.keep(f"{self.prefix}.{part}", value)
+                self._keep(part, value, HIDDEN if name in NORMS and value.ndim == 2 else WHOLE)
             return out
 
         return tapped
@@ -61,22 +68,29 @@ class TappedOps:
 
         The first sum of a layer is "residual"; its last is what the layer returns, and shows as that.
         """
-        x = self.rms_norm(x, *norm) if norm else x
+        x = self.constrain(self.rms_norm(x, *norm), HIDDEN, WHOLE) if norm else x
         y = self.ops.einsum(spec, x, w, **axes)
-        self.taps.keep(f"{self.prefix}.{self.names.get(id(w), 'einsum')}", y)
+        self._keep(self.names.get(id(w), "einsum"), y, axes["out"])
         y = self.gated_mlp_act(y) if gate else y
         if add is None:
             return y
-        total, name = add + y, f"{self.prefix}.residual"
-        if name not in self.taps.found:
-            self.taps.keep(name, total)
+        total = add + y
+        if f"{self.prefix}.residual" not in self.taps.found:
+            self._keep("residual", total, axes["out"])
         return total
 
     def moe(self, *args: Array, add: Array) -> Array:
         """What the experts make of the rows, and the sum with what it is added to."""
         y = self.ops.moe(*args, add=None)
-        self.taps.keep(f"{self.prefix}.moe", y)
+        self._keep("moe", y, HIDDEN)
         return add + y
+
+    def _keep(self, part: str, value: Array, axes: tuple[str | None, ...]) -> None:
+        """Keeps a wanted array; of hidden rows, those of all tokens."""
+        if axes[:1] == HIDDEN[:1]:
+            self.taps.keep_hidden(f"{self.prefix}.{part}", value, self.ops)
+        else:
+            self.taps.keep(f"{self.prefix}.{part}", value)
 
     def _parts(self, name: str, args: tuple, out: Any) -> list[tuple[str, Array]]:
         """What there is to keep of an op's result."""

@@ -77,7 +77,7 @@ class TorchMesh:
         x = x.contiguous()
         stacked = x.new_empty((self.size(names) * x.shape[0], *x.shape[1:]))
         self._group(names)._allgather_base(stacked, x).wait()
-        whole = torch.cat(stacked.split(x.shape[0]), dim)
+        whole = torch.cat(stacked.split(x.shape[0]), dim) if dim else stacked
         self._note("all-gather", names, whole)
         return whole
 

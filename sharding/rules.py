@@ -19,7 +19,9 @@ SIZE_NAMES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp"
 # Megatron's split (arXiv:1909.08053): whole kv heads with their query heads, the mlp's inside, the vocabulary. An
 # expert's inside is an axis of its own, so that experts can be shared out whole where other mlps are split
 TENSOR = {"kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
-LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp")
+LOGICAL_AXES = ("vocab", "kv_heads", "mlp", "experts", "expert_mlp", "tokens")
+# hidden rows between products, by tokens: Megatron's sequence parallelism (arXiv:2205.05198). No weight has this axis
+SEQUENCE = {"tokens": "tp"}
 # axes of arrays, or of lists of them, for which there is no rule that a program could follow
 WHOLE = {"blocks": "each device holds all", "layers": "pipeline_parallel_size shares them"}
 # where experts lie on several replicas' devices, each replica's tokens go to all of them, and "replicas" are an axis
@@ -59,13 +61,16 @@ def as_tuple(names: MeshAxes) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def preset(mesh_shape: Mapping[str, int], expert_parallel: bool = False) -> ShardingRules:
+def preset(
+    mesh_shape: Mapping[str, int], expert_parallel: bool = False, sequence_parallel: bool = False
+) -> ShardingRules:
     """The rules of a mesh with axes dp, pp and tp: what each shares where it is larger than 1.
 
-    Experts are split inside by tp, or shared out whole over dp and tp.
+    Experts are split inside by tp, or shared out whole over dp and tp; hidden rows are shared by tp if asked.
     """
     shared = tuple(name for name in ("dp", "tp") if mesh_shape.get(name, 1) > 1)
-    rules: dict[str, MeshAxes] = {name: axis for name, axis in TENSOR.items() if mesh_shape.get(axis, 1) > 1}
+    wanted = TENSOR | (SEQUENCE if sequence_parallel else {})
+    rules: dict[str, MeshAxes] = {name: axis for name, axis in wanted.items() if mesh_shape.get(axis, 1) > 1}
     if expert_parallel and shared:
         rules.pop("expert_mlp", None)
         rules["experts"] = shared
@@ -96,6 +101,8 @@ def check_known(rules: ShardingRules, mesh_shape: Mapping[str, int]) -> None:
             if name == "dp" and axis not in EXPERT_AXES:
                 can = " and ".join(EXPERT_AXES)
                 raise ValueError(f"sharding_rules: {axis!r} goes to 'dp', where tokens are others: {can} can go there")
+        if axis == "tokens" and as_tuple(names) not in ((), ("tp",)):
+            raise ValueError(f"sharding_rules: 'tokens' goes to {names!r}: 'tp' alone has all tokens of a step")
 
 
 def place_of(mesh_shape: Mapping[str, int], rank: int) -> dict[str, int]:

@@ -17,19 +17,21 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
+from octavo.engine.devices import kind_of_step
 from octavo.engine.warm_up import padding
 from octavo.models.interface import Sampling
 
 DTYPES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
 MODELS = {"dense": lambda **a: engine(EIGHT_HEADS, **a), "moe": lambda **a: tiny_moe.engine(**a)}
-EP = {"enable_expert_parallel": True}
+EP, SP = {"enable_expert_parallel": True}, {"enable_sp": True}
 
 
 def planned(llm: LLM, num_tokens: int, num_rows: int, seldom: bool = False) -> Counter[tuple[str, int]]:
     """(kind, bytes) of each collective of a step, one that is greedy or one that wants logprobs."""
     found: Counter[tuple[str, int]] = Counter()
+    kind = kind_of_step(llm.config, num_tokens)
     for c in llm.memory_plan.collectives:
-        if c.where == ("tokens" if seldom else "logits"):
+        if c.where == ("tokens" if seldom else "logits") or c.steps not in ("all", kind):
             continue
         found[c.kind, c.bytes_of(num_tokens, num_rows)] += c.count
     return found
@@ -51,6 +53,8 @@ def compiled(program: Any, *args: Any) -> Counter[tuple[str, int]]:
         pytest.param("dense", {}, id="dense"),
         pytest.param("moe", {}, id="moe", marks=pytest.mark.slow),
         pytest.param("moe", EP, id="moe-ep", marks=pytest.mark.slow),
+        pytest.param("dense", SP, id="dense-sp"),
+        pytest.param("moe", EP | SP, id="moe-ep-sp", marks=pytest.mark.slow),
     ],
 )
 def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
@@ -69,20 +73,27 @@ def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, more", [("dense", {}), ("moe", {}), ("moe", EP)], ids=["dense", "moe", "moe-ep"])
+@pytest.mark.parametrize(
+    "name, more",
+    [("dense", {}), ("moe", {}), ("moe", EP), ("dense", SP), ("moe", EP | SP)],
+    ids=["dense", "moe", "moe-ep", "dense-sp", "moe-ep-sp"],
+)
 def test_torch_runs_the_collectives_that_were_planned(name: str, more: dict[str, Any]) -> None:
     llm = MODELS[name](backend="torch", tensor_parallel_size=2, async_scheduling=False, **more)
     counts = llm.backend.mesh.counts  # pyright: ignore[reportAttributeAccessIssue]
-    for i in range(3):
-        llm.add_request(str(i), PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
-    llm.step()
-    before = Counter(counts)
-    llm.step()
-    found: Counter[tuple[str, int]] = Counter()
-    for (kind, names, size), count in (counts - before).items():
-        assert names == ("tp",)
-        found[kind, size] += count
-    assert found == planned(llm, 3, 3)
+    for rows in (3, 4):
+        # hidden rows of three tokens cannot be shared by two
+        for i in range(rows):
+            llm.add_request(str(i), PROMPTS[0], SamplingParams(temperature=0, max_tokens=3))
+        llm.step()
+        before = Counter(counts)
+        llm.step()
+        found: Counter[tuple[str, int]] = Counter()
+        for (kind, names, size), count in (counts - before).items():
+            assert names == ("tp",)
+            found[kind, size] += count
+        assert found == planned(llm, rows, rows)
+        llm.step()
     llm.shutdown()
 
 
