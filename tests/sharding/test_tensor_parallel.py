@@ -120,6 +120,7 @@ def test_steps_do_not_depend_on_the_number_of_devices(mode, name, rules, size):
     assert state.rows["num_computed"][:ROWS].tolist() == [n + STEPS - 1 for n in COUNTS]
 
 
+@pytest.mark.slow
 def test_taps_show_all_tokens_of_rows_that_are_shared_out():
     """What lies by tokens within a layer, before and behind its products and norms."""
     patterns = ("embed", "layer.?", "*_norm", "*.out", "*.residual", "*.down", "*.moe", "*.shared_down", "*.experts")
