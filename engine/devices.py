@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..models.interface import ArraySpec, ModelSpec
 from ..sharding.rules import as_tuple
