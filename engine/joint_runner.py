@@ -29,7 +29,7 @@ from .joint_batch import (
 from .lead_runner import LeadRunner
 from .read_head import Reads, on_host
 from .runner import Hidden, Pending, Runner
-from .warm_up import every_call, filler_of, padding
+from .warm_up import filler_of, padding
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,14 @@ class JointRunner(Runner):
     def own(self, specs: Any) -> Any:
         return self.replicas.specs(specs)
 
+    def same(self, args: Any) -> Any:
+        return self.replicas.same(args)
+
     def gathered(self, x: Array) -> Array:
         return self.replicas.gather(x)
 
-    def reset(self) -> None:
-        super().reset()
+    def _empty(self) -> None:
+        super()._empty()
         # block tables of each replica
         self.tables_of = [[table.copy() for table in self.tables] for _ in range(self.replicas.num)]
 
@@ -155,12 +158,6 @@ class JointRunner(Runner):
             Reads({name: gathered[name] for name in mine}, found[: len(some)])
             for mine, found, some in zip(names, tiles, own, strict=True)
         ]
-
-    def warm_up(self) -> int:
-        before = self.backend.num_compiles()
-        calls = ((program, self.replicas.same(args)) for program, args in every_call(self))
-        self.backend.precompile(calls)
-        return self.backend.num_compiles() - before
 
 
 class LeadJointRunner(LeadRunner, JointRunner):

@@ -181,6 +181,10 @@ class Runner:
         """Specs of what each replica has of its own. There is one."""
         return specs
 
+    def same(self, args: Any) -> Any:
+        """Arguments of a program, where each replica's are these."""
+        return args
+
     def gathered(self, x: Array) -> Array:
         """What a program returned, of all replicas."""
         return x

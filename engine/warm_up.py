@@ -24,6 +24,11 @@ Call = tuple[Any, tuple[Any, ...]]  # a program, and its arguments
 
 def every_call(runner: Runner) -> Iterator[Call]:
     """Every program with arguments of every shape: padding only, and never run."""
+    for program, args in _calls(runner):
+        yield program, runner.same(args)
+
+
+def _calls(runner: Runner) -> Iterator[Call]:
     yield from _updates(runner)
     yield from _forwards(runner)
     yield from _heads(runner)
