@@ -9,6 +9,7 @@ import numpy as np
 
 from .child import Caught
 from .config import EngineConfig
+from .joint_steps import run_joint_step
 from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
 from .plan import Plan
@@ -83,6 +84,13 @@ class EngineSteps:
         """
         for request in self.structured.take_ready():
             self.replicas[request.replica].scheduler.compiled(request)
+        touched = run_joint_step(self) if self.config.num_joint > 1 else self._run_each(failures)
+        if self.stats:
+            self.stats.after_step()
+        return touched + self._end_failed()
+
+    def _run_each(self, failures: list[BaseException]) -> list[Request]:
+        """The step of replicas that have nothing to do with each other."""
         launched: dict[Replica, tuple[Plan | None, Hidden | None]] = {}
 
         def launch(replica: Replica) -> None:
@@ -101,9 +109,7 @@ class EngineSteps:
         for replica in self.replicas:
             if replica in launched:
                 self._attempt(read, replica, failures)
-        if self.stats:
-            self.stats.after_step()
-        return touched + self._end_failed()
+        return touched
 
     def _attempt(self, work: Callable[[Replica], None], replica: Replica, failures: list[BaseException]) -> None:
         """work(replica). If it fails, nobody can go on there from what it has left, here or on the device."""

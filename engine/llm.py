@@ -78,7 +78,9 @@ class LLM(Sleeps):
         self.tokenizer_pool = TokenizerPool(self.tokenizer, self.config.tokenizer_pool_size)
         if not self.config.disable_log_stats:
             for r in self.replicas:
-                r.metrics = EngineMetrics(r.scheduler, expert_load=r.runner.expert_load)
+                # those that step together count the tokens of all
+                counted = r.runner.expert_load if self.config.num_joint == 1 or r.index == 0 else None
+                r.metrics = EngineMetrics(r.scheduler, expert_load=counted)
         watched = [r.metrics for r in self.replicas if r.metrics]
         self.stats = StatsLogger(watched) if watched else None
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)

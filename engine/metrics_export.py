@@ -151,8 +151,9 @@ def engine_exporter(
     }
     each: dict[str | None, Callable[[], Any]] = {str(i): lambda m=m: m for i, m in enumerate(metrics)}
     sources: list[Source] = [(METRICS, each), *_pool_sources(pool)]
-    if metrics[0].expert_load:
-        sources.append((EXPERT_METRICS, {str(i): lambda m=m: m.expert_load for i, m in enumerate(metrics)}))
+    loads = {str(i): m.expert_load for i, m in enumerate(metrics) if m.expert_load}
+    if loads:
+        sources.append((EXPERT_METRICS, {i: lambda load=load: load for i, load in loads.items()}))
     return Exporter(config.model, sources, info)
 
 

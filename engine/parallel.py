@@ -47,11 +47,11 @@ def refuse_unbuilt(config: EngineConfig) -> None:
     if (size := config.pipeline_parallel_size) > 1:
         raise NotImplementedError(f"pipeline_parallel_size={size}: only `octavo plan` knows of it so far")
     if (size := config.data_parallel_size) > 1:
-        if config.num_joint > 1:
-            raise NotImplementedError(f"data_parallel_size={size} with experts shared out over replicas: only `octavo "
-                                      "plan` knows of it so far")  # fmt: skip
-        if config.backend == "torch":
+        if config.num_joint > 1 and config.step_log:
+            raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "
+                                      "could not be replayed alone")  # fmt: skip
+        if config.backend == "torch" and config.num_joint == 1:
             raise NotImplementedError(f"data_parallel_size={size} on torch: only `octavo plan` knows of it so far")
-        if config.distributed_executor_backend not in (None, "uni"):
+        if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
             raise NotImplementedError(f"data_parallel_size={size} with several processes of JAX: leave out "
                                       "distributed_executor_backend")  # fmt: skip
