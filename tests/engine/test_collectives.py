@@ -134,3 +134,16 @@ def test_the_command_says_which_sizes_would_do(folder: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--tp", "5", "--load-format", "dummy", str(folder)])
     assert result.exit_code == 1
     assert "num_kv_heads 2 is not divisible by tensor_parallel_size 5: 1, 2, 4, 8 would" in result.stderr
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_xla_compiles_the_collectives_of_replicas_that_share_experts(tp: int) -> None:
+    llm = tiny_moe.engine(backend="jax", data_parallel_size=2, tensor_parallel_size=tp, **EP)
+    runner, rows = llm.runner, np.arange(4, dtype=np.int32)
+    inputs = runner.backend.replicas.same(padding(runner, 4, 4, True, runner.shapes.widths[0]))
+    found = compiled(runner.forward, runner.weights, runner.cache, inputs)
+    hidden = np.zeros((2, 4, llm.model.weights["embed"].shape[1]), np.float32)
+    sampling = runner.backend.replicas.same(Sampling(rows, rows, "greedy"))
+    found += compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, sampling)
+    assert found == planned(llm, 4, 4)
+    assert {kind for kind, _ in found} >= {"all-gather", "reduce-scatter"}

@@ -62,7 +62,8 @@ def answers(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whatever_requests_ask_for_at_once(backend: str, tmp_path: Path) -> None:
     folder = grammar_world.save_tokenizer(tmp_path)
-    one, joint = engine(folder, backend), engine(folder, backend, **EP)
+    # JAX too is compared with torch, which compiles nothing
+    one, joint = engine(folder, "torch"), engine(folder, backend, **EP)
     for _ in range(2):
         (want, want_logprobs, _), (got, got_logprobs, hits) = answers(one), answers(joint)
         assert got == want
@@ -70,7 +71,7 @@ def test_whatever_requests_ask_for_at_once(backend: str, tmp_path: Path) -> None
             assert a.keys() == b.keys()
             np.testing.assert_allclose([*a.values()], [b[i] for i in a], rtol=0, atol=tolerance("float32", "logits"))
     assert any(hits)
-    assert all(r.scheduler.num_preemptions > 0 for r in joint.replicas)
+    assert any(r.scheduler.num_preemptions for r in joint.replicas)
     vectors = [llm.embed([PROMPTS[0], PROMPTS[3], PROMPTS[1]], use_tqdm=False) for llm in (one, joint)]
     for a, b in zip(*vectors, strict=True):
         np.testing.assert_allclose(a.outputs.embedding, b.outputs.embedding, rtol=0, atol=1e-5)
@@ -94,7 +95,7 @@ def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: st
     while llm.has_unfinished_requests():
         outputs += llm.step()
     assert {o.request_id: o.outputs[0].finish_reason for o in outputs} == dict.fromkeys(["falls", *"012"], "error")
-    want = tiny.tokens(tiny_moe.engine(backend=backend), PROMPTS[:3])
+    want = tiny.tokens(tiny_moe.engine(backend="torch"), PROMPTS[:3])
     assert tiny.tokens(llm, PROMPTS[:3]) == want
     llm.shutdown()
 
@@ -102,14 +103,15 @@ def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: st
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
-    def counted(**more: Any) -> list[list[int]]:
+    def counted(backend: str, **more: Any) -> list[list[int]]:
         llm = tiny_moe.engine(backend=backend, expert_load_metrics=True, disable_log_stats=False, **more)
         llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
         llm.shutdown()
         assert llm.runner.expert_load
         return llm.runner.expert_load.read()
 
-    assert counted(**EP, async_scheduling=False) == counted(async_scheduling=False)
+    want = counted("torch", async_scheduling=False)
+    assert counted(backend, **EP, async_scheduling=False) == want
 
 
 @pytest.mark.parametrize(
