@@ -58,7 +58,7 @@ def alike_steps(steps: Sequence[StepInput], shapes: Shapes, scratch: int) -> lis
     return [
         StepInput(
             grown(s.rows_S, (seqs,), scratch),
-            grown(s.query_starts_S1, (seqs + 1,)),
+            grown(s.query_starts_S1, (seqs + 1,), int(s.query_starts_S1[-1])),
             tuple(grown(table, (seqs, width), 0) for table in s.block_tables),
             tokens,
             decode,
@@ -122,8 +122,13 @@ def alike_moves(each: Sequence[tuple[tuple[np.ndarray, ...], ...]]) -> list[tupl
 
 def grown(x: np.ndarray, shape: tuple[int, ...], fill: int | None = None) -> np.ndarray:
     """x of that shape, which is no smaller, with `fill` behind it; None: its last ones, again and again."""
-    more = [(0, size - had) for size, had in zip(shape, x.shape, strict=True)]
-    return np.pad(x, more, mode="edge") if fill is None else np.pad(x, more, constant_values=fill)
+    if x.shape == shape:
+        return x
+    if fill is None:
+        return np.pad(x, [(0, size - had) for size, had in zip(shape, x.shape, strict=True)], mode="edge")
+    out = np.full(shape, fill, x.dtype)
+    out[tuple(slice(had) for had in x.shape)] = x
+    return out
 
 
 def _widest(arrays: Iterable[np.ndarray | None]) -> int | None:
