@@ -35,6 +35,9 @@ class NoGraphs:
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         return (lambda: None), run()
 
+    def renew(self) -> None:
+        """There is nothing to forget."""
+
 
 class NoDevice(backend_torch.TorchBackend):
     """The backend of a GPU, on the CPU, whose programs compute nothing."""

@@ -46,22 +46,28 @@ def first_token(backend: str, cache: Path) -> float:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def measure(repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds of a first and of a second start, by backend."""
     file = fetch("smollm2")
     results = {}
     for backend in ("torch", "jax"):
         times: dict[str, list[float]] = {"first": [], "second": []}
-        for _ in range(args.repeats):
+        for _ in range(repeats):
             with tempfile.TemporaryDirectory() as folder:
                 cache = Path(folder)
                 shutil.copytree(file.parent, cache / "models" / file.parent.name)
                 for start in times:
                     times[start].append(first_token(backend, cache))
         results[backend] = {start: round(statistics.median(t), 2) for start, t in times.items()}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = measure(args.repeats)
     if args.json:
         print(json.dumps(results))
     for backend, row in {} if args.json else results.items():
