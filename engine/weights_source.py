@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..models.interface import ModelSpec, map_tree
+from ..models.stage import stage_tree
 from .backend import Backend
 from .config import EngineConfig
 from .loading.checkpoint import Checkpoint
@@ -19,7 +20,9 @@ from .world import World
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Gives placed weights. `given` is the model as its user knows it, `model` as these devices share it."""
+    """Gives placed weights. `given` is the model as its user knows it, `model` as these devices share it, of which this
+    process may have one stage, with these layers.
+    """
 
     config: EngineConfig
     given: ModelSpec
@@ -27,6 +30,7 @@ class WeightsSource:
     checkpoint: Checkpoint | None
     backend: Backend
     world: World | None
+    stage: range | None = None
 
     def first(self, weights: Any) -> dict[str, Any]:
         """Those that the engine begins with. `weights` is a tree of arrays for a ModelSpec, or None."""
@@ -42,15 +46,18 @@ class WeightsSource:
         """The tree of arrays placed; None: the engine's own weights, from where they came."""
         if weights is not None:
             fitted = fit_arrays(weights, self.given, self.model, self.config.num_dealt)
-            return map_tree(lambda s, x: self.backend.place_weight(np.asarray(x), s), self.model.weights, fitted)
+            specs = self.model.weights
+            if self.stage is not None:
+                specs, fitted = (stage_tree(self.model, self.stage, tree) for tree in (specs, fitted))
+            return map_tree(lambda s, x: self.backend.place_weight(np.asarray(x), s), specs, fitted)
         if self.config.load_format == "dummy":
-            return dummy_weights(self.model, self.backend, self.config.seed)
+            return dummy_weights(self.model, self.backend, self.config.seed, self.stage)
         assert self.checkpoint
         if self.world and self.world.leader:
             # rank 0 converts for all
             self.world.leader.await_load()
         try:
-            return load_weights(self.model, self.checkpoint.tensors, self.backend)
+            return load_weights(self.model, self.checkpoint.tensors, self.backend, self.stage)
         finally:
             # also if it fails: the others wait
             if self.world and self.world.team:

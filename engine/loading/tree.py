@@ -87,10 +87,21 @@ def leaves_of(model: ModelSpec, dtype: str) -> list[Leaf]:
     return found
 
 
-def place_tree(read: Callable[[Leaf], np.ndarray], model: ModelSpec, backend: Placer) -> dict[str, Any]:
+Here = Callable[[Leaf], bool]  # whether a leaf is wanted in this process; None stands in a tree for one that is not
+
+
+def everywhere(leaf: Leaf) -> bool:
+    return True
+
+
+def place_tree(
+    read: Callable[[Leaf], np.ndarray], model: ModelSpec, backend: Placer, here: Here = everywhere
+) -> dict[str, Any]:
     """The weights placed one by one, each dropped on the host before the next is read."""
 
     def place(leaf: Leaf) -> Any:
+        if not here(leaf):
+            return None
         value = leaf.source if isinstance(leaf.source, np.ndarray) else read(leaf)
         return backend.place_weight(value, leaf.spec)
 

@@ -30,9 +30,9 @@ def path(tmp_path):
     return write_gguf(tmp_path / "m.gguf", "llama", llama_metadata(), llama_tensors(["Q4_K", "Q8_0"]))
 
 
-def _load(path, dtype="float32"):
+def _load(path, dtype="float32", stage=None):
     checkpoint = open_model(path)
-    return load_weights(spec_from_hf(checkpoint.hf_config), checkpoint.tensors, NumpyBackend(dtype))
+    return load_weights(spec_from_hf(checkpoint.hf_config), checkpoint.tensors, NumpyBackend(dtype), stage)
 
 
 def _assert_equal(a, b):
@@ -149,6 +149,16 @@ def test_what_a_killed_process_left_is_deleted_in_time(path, cache):
     os.utime(old, (1, 1))
     _load(path)
     assert set(cache.iterdir()) == {file, young}
+
+
+@pytest.mark.parametrize("stage", [range(1), range(1, 2)])
+def test_a_stage_converts_the_whole_for_all(path, stage, no_conversion, cache):
+    part = _load(path, stage=stage)
+    no_conversion()
+    whole = _load(path)
+    assert len(list(cache.iterdir())) == 1 and len(whole["layers"]) == 2
+    _assert_equal(part["layers"], whole["layers"][stage.start : stage.stop])
+    _assert_equal(part, _load(path, stage=stage))
 
 
 def test_a_load_that_fails_leaves_nothing_behind(path, cache):

@@ -112,3 +112,26 @@ def test_deviations_are_those_promised():
     embed = dummy_weights(MODEL, NumpyBackend("bfloat16"))["embed"]
     assert embed.dtype.name == "bfloat16"
     assert np.std(embed.astype(np.float32)) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_stage_has_what_the_whole_has_and_reads_no_more(tensors):
+    whole, layers = load_weights(MODEL, tensors, NumpyBackend()), range(2, 4)
+    read: list[str] = []
+
+    class Noted(Tensors):
+        def get(self, name: str) -> np.ndarray:
+            read.append(name)
+            return self[name]
+
+    backend = NumpyBackend()
+    stage = load_weights(MODEL, Noted(tensors), backend, layers)
+    assert set(stage) == {"layers", "final_norm", "unembed", "ropes"} and len(stage["layers"]) == 2
+    assert not [name for name in read if "embed" in name or "layers.0." in name or "layers.1." in name]
+    assert backend.num_placed == len(leaves(stage))
+    for name, tree in stage.items():
+        for mine, x in zip(leaves(tree), leaves(whole[name][2:] if name == "layers" else whole[name]), strict=True):
+            np.testing.assert_array_equal(mine, x)
+    first = dummy_weights(MODEL, NumpyBackend(), 3, range(2))
+    want = dummy_weights(MODEL, NumpyBackend(), 3)
+    assert set(first) == {"embed", "layers", "ropes"}
+    np.testing.assert_array_equal(first["layers"][1]["qkv"], want["layers"][1]["qkv"])
