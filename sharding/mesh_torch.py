@@ -7,6 +7,7 @@ others, several of which may live in one process (decision 025).
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from .rules import place_of
 
 Tensor = torch.Tensor
 TIMEOUT = 120.0  # seconds that a collective waits for a rank that is alive and does not come
+MEETING = 0.001  # seconds between looks at who has come
 
 
 class TorchMesh:
@@ -45,7 +47,7 @@ class TorchMesh:
         self.place = place_of(self.shape, rank)
         # arrays on their way: they must live until they are there
         self.sent: deque[tuple[Any, Tensor]] = deque()
-        self.num_renewed = 0
+        self.num_renewed, self.is_aborted = 0, False
         if self.device.type == "cpu":
             # a thread of gloo may still have to let go of an array, for which it takes the interpreter's lock: where
             # the interpreter ends first, that ends the process with SIGABRT. Dropping a group waits for its threads
@@ -125,11 +127,21 @@ class TorchMesh:
 
     def abort(self) -> None:
         """Ends what is under way, so that nobody waits for a process that is gone. The mesh is of no use afterwards."""
-        for group in self.groups.values():
+        self.is_aborted = True
+        for group in list(self.groups.values()):
             group.abort()
 
     def _note(self, what: str, names: tuple[str, ...], result: Tensor) -> None:
         self.counts[what, names, result.numel() * result.element_size()] += 1
+
+    def _meet(self, store: Any, size: int) -> None:
+        """Waits until so many processes are here. Making a group would wait for one that is gone, whatever happens."""
+        until = time.monotonic() + self.timeout
+        store.add("here", 1)
+        while (here := store.add("here", 0)) < size:
+            if self.is_aborted or time.monotonic() > until:
+                raise RuntimeError(f"{here} of {size} processes came to make a group of the mesh")
+            time.sleep(MEETING)
 
     def _group(self, names: tuple[str, ...]) -> Any:
         """The processes that differ from this one along these axes alone. All of them must ask for it."""
@@ -138,6 +150,7 @@ class TorchMesh:
             name = f"mesh{self.num_renewed or ''}/{'.'.join(names)}/{others}"
             store = dist.PrefixStore(name, self.store)  # pyright: ignore[reportPrivateImportUsage]
             place, timeout = (self.index(names), self.size(names)), timedelta(seconds=self.timeout)
+            self._meet(store, self.size(names))
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout

@@ -111,7 +111,7 @@ def place_of(mesh_shape: Mapping[str, int], rank: int) -> dict[str, int]:
     But along pp ranks count down: rank 0 is in the last stage, so that what is sampled is where the scheduler is.
     """
     place: dict[str, int] = {}
-    for name, size in reversed(mesh_shape.items()):
+    for name, size in reversed(tuple(mesh_shape.items())):
         rank, at = divmod(rank, size)
         place[name] = size - 1 - at if name == "pp" else at
     return place

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -120,3 +123,19 @@ def test_what_nobody_received_is_forgotten() -> None:
         return float(x)
 
     assert on_every_rank(run, {"pp": 2}) == [2.0, 0.0]
+
+
+def test_who_waits_for_one_that_is_gone_can_be_told() -> None:
+    """A group that was never made cannot be aborted."""
+
+    def run(mesh: TorchMesh) -> str:
+        if mesh.rank:
+            return ""
+        threading.Timer(0.2, mesh.abort).start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="1 of 2 processes came"):
+            mesh.all_reduce(torch.zeros(1), ("tp",))
+        assert time.monotonic() - began < 5
+        return "told"
+
+    assert on_every_rank(run, {"tp": 2}) == ["told", ""]
