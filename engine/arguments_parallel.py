@@ -31,7 +31,9 @@ def executor(name: str, value: Any) -> str:
 
 PARALLELISM = (
     Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
-    Argument("pipeline_parallel_size", "int", 1, "parts of the stack of layers; `octavo plan` alone", integers(1)),
+    Argument(
+        "pipeline_parallel_size", "int", 1, "stages that share the layers; `octavo plan` alone on jax", integers(1)
+    ),
     Argument(
         "data_parallel_size",
         "int",

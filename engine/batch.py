@@ -360,6 +360,15 @@ def edit_columns(edits: Sequence[Edits], size: int, vocab_size: int) -> dict[str
     return values
 
 
+def token_input(
+    sampled: Sequence[tuple[int, int, int]], shapes: Shapes, scratch: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, positions and ids of Plan.tokens; padding names the scratch row."""
+    size = at_least(shapes.admitted, len(sampled))
+    rows, positions, ids = ([s[i] for s in sampled] for i in range(3))
+    return padded(rows, size, scratch), padded(positions, size, 0), padded(ids, size, 0)
+
+
 def move_input(
     transfers: Sequence[Transfer], num_groups: int, shapes: Shapes
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:

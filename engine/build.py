@@ -18,11 +18,13 @@ from ..models.interface import CacheLayout, ModelSpec, leaves
 from ..models.keeps import keeps_of
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
+from ..models.stage import stage_of
 from .backend import Backend, device_memory, find_platform, get_backend
 from .batch import Shapes
 from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
+from .devices import stage_layers
 from .follower import follow
 from .grammar_worker import grammar_library
 from .joint_runner import JointRunner, LeadJointRunner
@@ -39,6 +41,7 @@ from .replica import Replica
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .stage_runner import LeadStage, StageRunner
 from .step_log import StepLog
 from .team import Team
 from .tokenizer import Tokenizer, load_tokenizer
@@ -127,7 +130,8 @@ def build_device(
     available = host_memory(config) if device == "cpu" else backend.free_memory()
     available = world.least(available) if world else available
     plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
-    source = WeightsSource(config, given, model, checkpoint, backend, world)
+    stage = stage_layers(config, model, world and world.rank)
+    source = WeightsSource(config, given, model, checkpoint, backend, world, stage)
     runners = [_runner(source, weights, plan)]
     if config.backend == "jax" and world is None:
         for replica in range(1, config.data_parallel_size // config.num_joint):
@@ -141,7 +145,7 @@ def _runner(source: WeightsSource, weights: Any, plan: MemoryPlan) -> Runner:
     config, model, backend = source.config, source.model, source.backend
     runner = runner_of(config, source.world)(
         backend,
-        model,
+        model if source.stage is None else stage_of(model, source.stage),
         config.layout,
         source.first(weights),
         num_blocks=plan.num_blocks,
@@ -161,6 +165,8 @@ def _runner(source: WeightsSource, weights: Any, plan: MemoryPlan) -> Runner:
 def runner_of(config: EngineConfig, world: World | None) -> Any:
     """The kind of Runner that this process needs."""
     kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
+    if config.pipeline_parallel_size > 1:
+        kind, leading = StageRunner, LeadStage
     return partial(leading, world.team, config.state_check_interval) if world and world.team else kind
 
 
@@ -305,6 +311,7 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
             policy=named,
             order=config.scheduler_order,
             watermark=config.watermark,
+            batches=config.pipeline_parallel_size,
         ),
         blocks,
         policy,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.interface import ArraySpec, ModelSpec
-from ..sharding.rules import as_tuple
+from ..sharding.rules import as_tuple, place_of
 from .config import EngineConfig
 from .parallel import divisors_of
 
@@ -57,6 +57,13 @@ def kind_of_step(config: EngineConfig, num_tokens: int) -> str:
     """Whether hidden rows of a step of so many tokens are "shared" out by tokens, or "whole"."""
     parts = divisors_of(config).get("tokens", 1)
     return "shared" if parts > 1 and num_tokens >= config.sp_min_token_num and num_tokens % parts == 0 else "whole"
+
+
+def stage_layers(config: EngineConfig, model: ModelSpec, rank: int | None) -> range | None:
+    """The layers of the one pipeline stage that a process has; None: of all of them, or there is one stage."""
+    if rank is None or config.backend != "torch" or (count := config.pipeline_parallel_size) == 1:
+        return None
+    return stages(len(model.attention), count)[place_of(config.mesh_shape, rank)["pp"]]
 
 
 def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> list[Collective]:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .child import GONE, Caught, portable, unpickled
-from .lead_runner import StateDigest
+from .lead_runner import Hashing, StateDigest
 from .runner import Hidden, Runner
 from .team import (
     READY,
@@ -121,7 +121,7 @@ def follow(leader: Leader, runner: Runner) -> None:
     """Does as it is told until rank 0 says goodbye, and then leaves the process (SystemExit)."""
     leader.report(Done(READY))
     state, hidden = StateDigest(runner.backend), Hidden(None, {})
-    unread: tuple[int, Any] | None = None
+    unread: Hashing | None = None
     plan: Any = None
     failed = False
     while True:
@@ -144,7 +144,7 @@ def follow(leader: Leader, runner: Runner) -> None:
             elif isinstance(command, Head):
                 runner.launch_head(plan, hidden, command.mask)
             elif isinstance(command, Check):
-                unread = command.step, state.launch(runner)
+                unread = state.launch(runner, command.step, state.plans)
             elif isinstance(command, Sleep):
                 plan, hidden = None, Hidden(None, {})
                 runner.sleep(command.level)
@@ -162,5 +162,5 @@ def follow(leader: Leader, runner: Runner) -> None:
             leader.report(Failed(portable(caught.error)))
         elif unread is not None and not isinstance(command, Check):
             # a command later, so that the device never waits for the host
-            leader.report(state.value(*unread))
+            leader.report(state.value(unread))
             unread = None

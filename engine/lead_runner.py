@@ -7,6 +7,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,15 @@ from .runner import Hidden, Pending, Runner
 from .team import OTHERS, Check, Digest, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
 
 
+@dataclass(frozen=True)
+class Hashing:
+    """A digest on its way."""
+
+    step: int
+    plans: int
+    found: Array
+
+
 class StateDigest:
     """The program that hashes a rank's rows, and the hash of all plans so far."""
 
@@ -32,15 +42,17 @@ class StateDigest:
         """Takes in a Forward as it was sent."""
         self.plans = zlib.crc32(data, self.plans)
 
-    def launch(self, runner: Runner) -> tuple[int, Array]:
-        """Starts hashing the runner's rows; `value` reads it."""
+    def launch(self, runner: Runner, step: int, plans: int) -> Hashing:
+        """Starts hashing the runner's rows behind a step, before which the plans came to that; `value` reads it."""
         found, rows = self.run(runner.cache.rows)
         runner.cache, found = with_rows(runner.cache, rows), runner.gathered(found)
         self.backend.prefetch(found)
-        return self.plans, found
+        return Hashing(step, plans, found)
 
-    def value(self, step: int, launched: tuple[int, Array]) -> Digest:
-        return Digest(step, launched[0], zlib.crc32(self.backend.read(launched[1]).tobytes()))
+    def value(self, launched: Hashing) -> Digest:
+        found = self.backend.read(launched.found)
+        tokens, counts = (zlib.crc32(found[..., i, :].tobytes()) for i in range(2))
+        return Digest(launched.step, launched.plans, counts, tokens)
 
 
 class LeadRunner(Runner):
@@ -54,29 +66,42 @@ class LeadRunner(Runner):
         team.await_ready()
         self.team, self.every = team, every
         self.state, self.num_launched = StateDigest(self.backend), 0
-        self.unread: tuple[int, tuple[int, Array]] | None = None
+        self.unread: list[Hashing] = []
 
     def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Hidden:
-        assert self.team
-        if self.unread is not None:
-            step, launched = self.unread
-            self.unread = None
-            self.team.compare(self.state.value(step, launched))
-        embeds = {c.request_id: self.embeds[c.request_id] for c in plan.chunks if c.request_id in self.embeds}
         with uninterrupted():
-            self.state.planned(self.team.tell(Forward(plan, taps, embeds)))
+            self.tell_forward(plan, taps)
             return super().launch_forward(plan, taps)
 
     def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
-        assert self.team
         with uninterrupted():
-            self.team.tell(Head(mask))
+            plans = self.tell_head(plan, mask)
             pending = super().launch_head(plan, hidden, mask)
-            self.num_launched += 1
-            if self.every and self.num_launched % self.every == 0:
-                self.team.tell(Check(plan.step))
-                self.unread = plan.step, self.state.launch(self)
+            self.hash_state(plan, plans)
         return pending
+
+    def tell_forward(self, plan: Plan, taps: tuple[str, ...]) -> None:
+        """Has the others run their part of a step's forward, and compares what they said about the last ones."""
+        assert self.team
+        while self.unread:
+            self.team.compare(self.state.value(self.unread.pop(0)))
+        embeds = {c.request_id: self.embeds[c.request_id] for c in plan.chunks if c.request_id in self.embeds}
+        self.state.planned(self.team.tell(Forward(plan, taps, embeds)))
+
+    def tell_head(self, plan: Plan, mask: np.ndarray | None) -> int | None:
+        """Has the others run their part of its head. Returns what all plans come to if states are compared then."""
+        assert self.team
+        self.team.tell(Head(mask))
+        self.num_launched += 1
+        if not self.every or self.num_launched % self.every:
+            return None
+        self.team.tell(Check(plan.step))
+        return self.state.plans
+
+    def hash_state(self, plan: Plan, plans: int | None) -> None:
+        """Starts hashing the rows behind a plan's head, where tell_head has the others do so."""
+        if plans is not None:
+            self.unread.append(self.state.launch(self, plan.step, plans))
 
     def register(self, processor: LogitsProcessor) -> None:
         assert self.team
@@ -90,7 +115,7 @@ class LeadRunner(Runner):
             # where the others cannot follow, no later step can go better
             vars(self).pop("cache", None)
             self.team.reset()
-            self.unread, self.state.plans = None, 0
+            self.unread, self.state.plans = [], 0
         super().reset()
 
     def sleep(self, level: int) -> None:

@@ -86,7 +86,7 @@ class LLM(Sleeps):
         self.processor = OutputProcessor(self.tokenizer, self.config.stream_interval, self.config.logprobs_mode)
         form = StructuredOutputsConfig.of(self.config.structured_outputs_config)
         self.structured = StructuredOutput(form, self.tokenizer, self.model.vocab_size, self.eos_ids)
-        self.max_unread = 2 if self.config.async_scheduling else 1
+        self.max_unread = max(2, self.config.pipeline_parallel_size) if self.config.async_scheduling else 1
         # queued requests with news that step() has not returned yet
         self.touched: dict[str, Family] = {}
         self.lock = threading.RLock()

@@ -354,7 +354,9 @@ def _stages(planner: Planner, blocks: Sequence[int]) -> tuple[Stage, ...]:
     c, found = planner.config, []
     each = c.tensor_parallel_size
     for n, layers in enumerate(planner.stages if c.num_shards > 1 else ()):
-        names = f"{n * each}-{n * each + each - 1}" if each > 1 else str(n)
+        # torch's rank 0 is in the last stage
+        at = each * (c.pipeline_parallel_size - 1 - n if c.backend == "torch" else n)
+        names = f"{at}-{at + each - 1}" if each > 1 else str(at)
         sizes = planner.stage_bytes(layers), planner.stage_cache(layers, blocks)
         found.append(Stage(names, f"{layers.start}-{layers.stop - 1}", *sizes))
     return tuple(found)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..models.fit import fit
 from ..models.interface import ModelSpec
-from ..sharding.rules import as_tuple, misfit
+from ..sharding.rules import SIZE_NAMES, as_tuple, misfit
 from .config import EngineConfig
 
 MOST = 129  # sizes that are tried for those that would do
@@ -17,6 +17,11 @@ def divisors_of(config: EngineConfig) -> dict[str, int]:
     """How many devices share each logical axis."""
     shape = config.mesh_shape
     return {axis: math.prod(shape[name] for name in as_tuple(names)) for axis, names in config.rules.items()}
+
+
+def sizes_of(config: EngineConfig) -> str:
+    """The sizes that ask for several devices, in words."""
+    return " x ".join(f"{SIZE_NAMES[name]} {size}" for name, size in config.mesh_shape.items() if size > 1)
 
 
 def fit_model(config: EngineConfig, model: ModelSpec) -> ModelSpec:
@@ -45,7 +50,13 @@ def _fits(config: EngineConfig, model: ModelSpec) -> bool:
 def refuse_unbuilt(config: EngineConfig) -> None:
     """Raises NotImplementedError for what can be planned and not be run."""
     if (size := config.pipeline_parallel_size) > 1:
-        raise NotImplementedError(f"pipeline_parallel_size={size}: only `octavo plan` knows of it so far")
+        if config.backend != "torch":
+            raise NotImplementedError(f"pipeline_parallel_size={size} on jax: only `octavo plan` knows of it so far")
+        if config.enable_sp:
+            raise NotImplementedError(f"enable_sp with pipeline_parallel_size={size}: stages hand on whole hidden rows")
+        if config.expert_load_metrics:
+            raise NotImplementedError(f"expert_load_metrics with pipeline_parallel_size={size}: rank 0 counts those "
+                                      "of the last stage alone")  # fmt: skip
     if (size := config.data_parallel_size) > 1:
         if config.num_joint > 1 and config.step_log:
             raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "

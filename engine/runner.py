@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .shared_prefixes import PrefixFinder
-from .warm_up import JOINED, every_call, rehearsal, run_joined
+from .warm_up import JOINED, Call, every_call, rehearsal, run_joined
 
 if TYPE_CHECKING:
     from .weights_source import WeightsSource
@@ -365,6 +365,10 @@ class Runner:
             source, target = move_input(transfers, len(self.tables), self.shapes)
             self.cache = CacheState(self.move_blocks(self.cache.groups, source, target), self.cache.rows)
 
+    def every_call(self) -> Iterator[Call]:
+        """Every program with arguments of every shape, as warm_up wants them."""
+        return every_call(self)
+
     def warm_up(self) -> int:
         """Compiles every program of the chains, several at a time. Returns how many.
 
@@ -373,6 +377,6 @@ class Runner:
         """
         before = self.backend.num_compiles()
         self.backend.rehearse(rehearsal(self))
-        self.backend.precompile(every_call(self))
+        self.backend.precompile(self.every_call())
         run_joined(self)
         return self.backend.num_compiles() - before

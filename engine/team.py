@@ -14,7 +14,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -128,11 +128,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a rank's state comes to behind a step: crc32 of the plans so far, and of its rows."""
+    """What a rank's state comes to behind a step: crc32 of the plans so far, of its rows' counts and of their tokens.
+
+    Stages of a pipeline know of other tokens: only those of one stage are compared.
+    """
 
     step: int
     plans: int
-    rows: int
+    counts: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +243,14 @@ def watch(peers: Sequence[Peer], mail: Mail) -> None:
 
 
 class Team:
-    """All ranks but this one. Ends them when it is closed, or dropped."""
+    """All ranks but this one. Ends them when it is closed, or dropped.
 
-    def __init__(self, peers: Sequence[Peer]):
+    `stage_size` ranks in turn are in one stage of a pipeline, the last stage's first; None: all are.
+    """
+
+    def __init__(self, peers: Sequence[Peer], stage_size: int | None = None):
         self.peers, self.mail = tuple(peers), Mail(tuple(peers))
+        self.stage_size = stage_size or len(self.peers) + 1
         self.thread = threading.Thread(target=watch, args=(self.peers, self.mail), name="octavo-ranks", daemon=True)
         self.thread.start()
         self.num_orders = READY
@@ -268,13 +276,19 @@ class Team:
                 f"{self.mail.lost}; the model needs all of its {len(self.peers) + 1} ranks: make a new LLM"
             ) from self.mail.cause
         while self.own and all(self.mail.digests.get(p.rank) for p in self.peers):
-            mine, theirs = self.own.pop(0), {p.rank: self.mail.digests[p.rank].pop(0) for p in self.peers}
-            for rank, digest in theirs.items():
-                if digest != mine:
-                    what = "rows" if digest.plans == mine.plans else "plans"
-                    reason = f"the {what} of rank {rank} differ from those of rank 0 behind step {mine.step}"
-                    self.mail.lose(reason, None, DivergenceError)
-                    self.check()
+            found = {0: self.own.pop(0)} | {p.rank: self.mail.digests[p.rank].pop(0) for p in self.peers}
+            for rank, digest in found.items():
+                self._compare(rank, digest, 0, replace(found[0], tokens=digest.tokens))
+                first = rank - rank % self.stage_size
+                self._compare(rank, digest, first, found[first])
+
+    def _compare(self, rank: int, digest: Digest, other: int, expected: Digest) -> None:
+        """Raises DivergenceError if a rank's digest is not what another's makes expect."""
+        if digest != expected:
+            what = "rows" if digest.plans == expected.plans else "plans"
+            reason = f"the {what} of rank {rank} differ from those of rank {other} behind step {expected.step}"
+            self.mail.lose(reason, None, DivergenceError)
+            self.check()
 
     def compare(self, digest: Digest) -> None:
         """Rank 0's own state behind a step, to be compared when the others' have come."""

@@ -29,9 +29,9 @@ def every_call(runner: Runner) -> Iterator[Call]:
 
 
 def _calls(runner: Runner) -> Iterator[Call]:
-    yield from _updates(runner)
-    yield from _forwards(runner)
-    yield from _heads(runner)
+    yield from updates(runner)
+    yield from forwards(runner)
+    yield from heads(runner)
     yield from runner.read_head.calls(runner.weights, runner.cache.rows, runner.own)
 
 
@@ -54,7 +54,7 @@ def rehearsal(runner: Runner) -> Iterator[Call]:
         ),
     )
     thin.use(model, runner.layout)
-    yield from every_call(thin)
+    yield from thin.every_call()
 
 
 def _one_of_each_kind(model: ModelSpec) -> list[int]:
@@ -82,7 +82,7 @@ def padding(runner: Runner, seqs: int, tokens: int, decode: bool, width: int) ->
     return StepInput(padded((), seqs, runner.scratch), np.zeros(seqs + 1, np.int32), tables, tokens, decode)
 
 
-def _updates(runner: Runner) -> Iterator[Call]:
+def updates(runner: Runner) -> Iterator[Call]:
     """Admitting, and moving blocks."""
     shapes, filler = runner.shapes, partial(filler_of, runner.scratch)
     groups, rows = len(runner.tables), runner.cache.rows
@@ -96,7 +96,7 @@ def _updates(runner: Runner) -> Iterator[Call]:
         yield runner.move_blocks, (runner.cache.groups, *move_input(pairs, groups, shapes))
 
 
-def _forwards(runner: Runner) -> Iterator[Call]:
+def forwards(runner: Runner) -> Iterator[Call]:
     """Decode steps, alone and joined, and mixed ones; each also with shared prefixes where steps may have some."""
     shapes, model = runner.shapes, (runner.weights, runner.cache)
     for width in shapes.widths:
@@ -117,7 +117,7 @@ def _forwards(runner: Runner) -> Iterator[Call]:
             yield runner.forward_all, (*model, replace(padding(runner, runner.scratch, n, False, width), shared=shared))
 
 
-def _heads(runner: Runner) -> Iterator[Call]:
+def heads(runner: Runner) -> Iterator[Call]:
     shapes, vocab_size = runner.shapes, runner.model.vocab_size
     size = runner.model.weights["final_norm"].shape[0]
     hidden = runner.backend.zeros(runner.own(ArraySpec((runner.scratch, size), (None, None))))

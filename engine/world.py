@@ -17,6 +17,7 @@ from typing import Any
 from .child import Child, pickled
 from .config import EngineConfig, torchrun_world
 from .follower import Leader
+from .parallel import sizes_of
 from .team import OTHERS, Join, Peer, Team
 
 
@@ -80,7 +81,7 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
     else:
         from .world_torch import check_devices, host_store
 
-        check_devices(size, config.device)
+        check_devices(size, sizes_of(config), config.device)
         store, meeting = host_store()
     peers = []
     for rank in range(1, size):
@@ -88,7 +89,7 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
         child = Child(f"{__package__}.follower", "serve")
         child.commands.send_bytes(data)
         peers.append(Peer(rank, child.commands, child.results, child))
-    team = Team(peers)
+    team = Team(peers, _stage_size(config))
     if config.backend == "jax":
         start(meeting, 0, size, config.device)
         team.mail.farewell = leave
@@ -99,8 +100,8 @@ def _launched_world(config: EngineConfig, rank: int, num_processes: int, local_r
     """A world whose processes run this same script."""
     if config.backend == "torch":
         if num_processes != config.num_shards:
-            raise ValueError(f"{num_processes} processes were launched, and tensor_parallel_size "
-                             f"{config.num_shards} needs a process a device")  # fmt: skip
+            raise ValueError(f"{num_processes} processes were launched, and {sizes_of(config)} needs a "
+                             "process a device")  # fmt: skip
         from .world_torch import Board, launched_store
 
         board = Board(launched_store())
@@ -119,8 +120,14 @@ def _launched_world(config: EngineConfig, rank: int, num_processes: int, local_r
         board.write(pickle.dumps((listener.address, key)))
         lines = [listener.accept() for _ in range(num_processes - 1)]
     peers = [Peer(pickle.loads(line.recv_bytes()), line, line) for line in lines]
-    team = Team(sorted(peers, key=lambda peer: peer.rank))
+    team = Team(sorted(peers, key=lambda peer: peer.rank), _stage_size(config))
     return World(0, num_processes, local_rank, board.store, team=team)
+
+
+def _stage_size(config: EngineConfig) -> int | None:
+    """How many ranks in turn know the same tokens. JAX has all stages in each process."""
+    several = config.backend == "torch" and config.pipeline_parallel_size > 1
+    return config.tensor_parallel_size if several else None
 
 
 def _jax_world() -> tuple[int, int, int] | None:

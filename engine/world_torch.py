@@ -49,11 +49,11 @@ class Board:
         return bytes.fromhex(self.store.get("octavo/leader").decode())
 
 
-def check_devices(size: int, device: str) -> None:
-    """Raises ValueError if there are GPUs, and fewer than processes."""
+def check_devices(size: int, words: str, device: str) -> None:
+    """Raises ValueError if there are GPUs, and fewer than processes; `words` say what asks for those."""
     if device != "cpu" and torch.cuda.is_available() and (there := torch.cuda.device_count()) < size:
-        raise ValueError(f"tensor_parallel_size {size} needs as many GPUs, and torch finds {there}: use {there} or "
-                         "less, or device='cpu'")  # fmt: skip
+        raise ValueError(f"{words} needs as many GPUs, and torch finds {there}: use {there} or less, or "
+                         "device='cpu'")  # fmt: skip
 
 
 def make_mesh(shape: Mapping[str, int], world: World, device: str) -> TorchMesh:
@@ -65,7 +65,5 @@ def make_mesh(shape: Mapping[str, int], world: World, device: str) -> TorchMesh:
         world.team.mail.abort = mesh.abort
     if device == "cuda":
         # NCCL connects now and not in a step, which could then not be recorded as a graph
-        for name in (name for name, size in mesh.shape.items() if size > 1):
-            mesh.all_reduce(torch.zeros(1, device=device), (name,))
-        mesh.counts.clear()
+        mesh.connect()
     return mesh

@@ -215,6 +215,11 @@ def set_rows(rows: dict[str, Array], at_A: Array, values: dict[str, Array], *, o
     return {name: fill(old, values[name]) if name in values else old for name, old in rows.items()}
 
 
+def put_tokens(rows: dict[str, Array], at_A: Array, places_A: Array, tokens_A: Array, *, ops: Any) -> dict[str, Array]:
+    """Tokens that another stage has sampled, put into their rows. Padding names the scratch row."""
+    return rows | {"tokens": ops.scatter(rows["tokens"], (at_A, places_A), tokens_A)}
+
+
 def move_blocks(groups: tuple, source: tuple[Array, ...], target: tuple[Array, ...], *, ops: Any) -> tuple:
     """Copies blocks within each group, in every layer. All reads precede all writes, and a target occurs once.
 
@@ -234,8 +239,8 @@ def with_rows(cache: CacheState, rows: dict[str, Array]) -> CacheState:
 
 
 def digest_rows(rows: dict[str, Array], *, ops: Any) -> tuple[Array, dict[str, Array]]:
-    """(int32 hash of what each row holds, rows as they were): what several processes must agree on."""
+    """(int32 hashes [2, R] of each row's tokens and counts, rows as they were): what processes must agree on."""
     xp = ops.xp
     counts_R2 = xp.stack([rows["num_computed"], rows["prompt_len"]], axis=1)
     # ids and counts are exact in float32, whose bits are hashed
-    return ops.digest(xp.astype(xp.concat([rows["tokens"], counts_R2], axis=1), xp.float32)), rows
+    return xp.stack([ops.digest(xp.astype(x, xp.float32)) for x in (rows["tokens"], counts_R2)]), rows

@@ -112,7 +112,7 @@ def test_the_command_plans_for_devices_that_are_not_there(folder: Path) -> None:
     words = ["plan", "--tp", "4", "--pp", "2", "--load-format", "dummy", "--backend", "torch", "--json", str(folder)]
     found = json.loads(CliRunner().invoke(app, words).stdout)
     assert found["num_devices"] == 8
-    assert [(s["devices"], s["layers"]) for s in found["stages"]] == [("0-3", "0-2"), ("4-7", "3-4")]
+    assert [(s["devices"], s["layers"]) for s in found["stages"]] == [("4-7", "0-2"), ("0-3", "3-4")]
     # each device has a kv head of 8 (there are 2 for 4: stored twice), 2 query heads, 24 of 96, and 251 of 1,004 rows
     layer = 4 * (64 * 1 * 4 * 8 + 2 * 8 * 64 + 64 * 2 * 24 + 24 * 64 + 2 * 64)
     table, norm, ropes = 4 * 251 * 64, 4 * 64, 4 * 4

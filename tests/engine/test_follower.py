@@ -16,6 +16,7 @@ import jax  # noqa: F401
 import pytest
 from tiny import engine
 
+from octavo.engine.errors import DivergenceError
 from octavo.engine.follower import Leader, follow
 from octavo.engine.lead_runner import LeadRunner, uninterrupted
 from octavo.engine.team import Bye, Check, Digest, Done, Failed, Forward, Mail, Peer, Register, Reset, Team, watch
@@ -123,6 +124,33 @@ def test_what_cannot_be_read_is_told_and_the_rank_lives_on(rank: Rank) -> None:
     assert isinstance(told, Failed) and isinstance(told.error, ValueError)
     assert "this cannot be read in the process of another rank" in str(told.error) and "not_here" in str(told.error)
     assert rank.hear() == Done(1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "other", "words"),
+    [
+        (1, Digest(7, 1, 2, 4), "the rows of rank 1 differ from those of rank 0 behind step 7"),
+        (3, Digest(7, 1, 2, 3), "the rows of rank 3 differ from those of rank 2 behind step 7"),
+        (2, Digest(7, 1, 5, 4), "the rows of rank 2 differ from those of rank 0 behind step 7"),
+        (3, Digest(7, 6, 2, 4), "the plans of rank 3 differ from those of rank 0 behind step 7"),
+    ],
+)
+def test_tokens_are_compared_within_a_stage_and_the_rest_with_rank_0(rank: int, other: Digest, words: str) -> None:
+    """Of two stages of two ranks: the first, that of ranks 2 and 3, has not heard of all tokens."""
+    peers, theirs = _launched(3)
+    team = Team(peers, stage_size=2)
+    mine, first = Digest(7, 1, 2, 3), Digest(7, 1, 2, 4)
+    for r, digest in ((1, mine), (2, first), (3, first)):
+        team.mail.take(r, digest)
+    team.compare(mine)
+    assert not team.own
+    for r, digest in ((1, mine), (2, first), (3, first)):
+        team.mail.take(r, other if r == rank else digest)
+    with pytest.raises(DivergenceError, match=words):
+        team.compare(mine)
+    for there in theirs:
+        there.close()
+    team.thread.join(PATIENCE)
 
 
 def test_an_interrupt_waits_until_the_others_have_what_they_need() -> None:

@@ -70,9 +70,9 @@ def test_fewer_gpus_than_processes_are_refused_with_numbers(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="tensor_parallel_size 4 needs as many GPUs, and torch finds 2: use 2 or less"):
-        world_torch.check_devices(4, "auto")
-    world_torch.check_devices(2, "auto")
-    world_torch.check_devices(4, "cpu")
+        world_torch.check_devices(4, "tensor_parallel_size 4", "auto")
+    world_torch.check_devices(2, "", "auto")
+    world_torch.check_devices(4, "", "cpu")
 
 
 def test_what_rank_0_writes_where_torch_meets_is_what_others_read() -> None:
@@ -84,21 +84,20 @@ def test_what_rank_0_writes_where_torch_meets_is_what_others_read() -> None:
 def test_each_rank_takes_the_gpu_of_its_place_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its collectives are what a lost rank aborts."""
     taken: list[int] = []
-    reduced: list[Any] = []
+    connected: list[Any] = []
 
     class Mesh:
         def __init__(self, shape: Any, rank: int, store: Any, device: str):
-            self.shape, self.rank, self.counts = shape, rank, {"warm": 1}
+            self.shape, self.rank = shape, rank
 
-        def all_reduce(self, x: Any, names: tuple[str, ...]) -> None:
-            reduced.append(names)
+        def connect(self) -> None:
+            connected.append(self.shape)
 
         def abort(self) -> None: ...
 
     monkeypatch.setattr(world_torch, "TorchMesh", Mesh)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: device)
     team = Team(())
     mesh = world_torch.make_mesh({"dp": 1, "tp": 2}, world.World(5, 8, 1, None, team=team), "cuda")
-    assert (taken, reduced, mesh.counts) == ([1], [("tp",)], {})
+    assert (taken, connected) == ([1], [{"dp": 1, "tp": 2}])
     assert team.mail.abort == mesh.abort

@@ -139,3 +139,12 @@ def test_who_waits_for_one_that_is_gone_can_be_told() -> None:
         return "told"
 
     assert on_every_rank(run, {"tp": 2}) == ["told", ""]
+
+
+def test_all_that_will_talk_can_connect_beforehand() -> None:
+    def run(mesh: TorchMesh) -> tuple[set[tuple[str, ...]], int]:
+        mesh.connect()
+        return set(mesh.groups), len(mesh.counts)
+
+    assert on_every_rank(run, {"dp": 2, "pp": 2, "tp": 2}) == [({("dp", "tp"), ("dp",), ("tp",), ("pp",)}, 0)] * 8
+    assert on_every_rank(run, {"dp": 1, "pp": 1, "tp": 2}) == [({("tp",)}, 0)] * 2

@@ -1,0 +1,162 @@
+"""The Runner of one stage of a pipeline, where each has a process of its own (decision 026).
+
+Hidden rows go from stage to stage between processes at equal places along the other mesh axes. Rank 0 is in the last
+stage; what that one samples the first learns with a later step, from rank 0, which has read it by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..models import step
+from ..models.interface import ArraySpec, CacheLayout, ModelSpec, StepInput
+from ..models.logit_edits import LogitsProcessor
+from ..models.stage import HIDDEN, with_rows_from_before
+from .batch import token_input
+from .lead_runner import LeadRunner, uninterrupted
+from .plan import Plan
+from .runner import Hidden, Pending, Runner, StepResult
+from .warm_up import Call, forwards, heads, updates
+
+AXIS = "pp"
+
+
+class StageRunner(Runner):
+    """Runs its layers between receiving hidden rows and sending them; the head, if it is the last stage."""
+
+    has_begun = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.mesh = mesh = self.backend.ops.mesh
+        self.is_first, self.is_last = mesh.place[AXIS] == 0, mesh.place[AXIS] == mesh.shape[AXIS] - 1
+        self.put = self.backend.compile(step.put_tokens, ("rows", "at", "places", "tokens"), ("rows",), "rows")
+        if not self.is_first:
+            # what is received lands here, outside of what a CUDA graph records
+            room = (self.shapes.tokens[-1], *self.model.extra[HIDDEN].shape)
+            self.received = self.backend.zeros(ArraySpec(room, (None, None)))
+        self.has_begun = True
+
+    def use(self, model: ModelSpec, layout: CacheLayout) -> None:
+        super().use(model, layout)
+        run, outs = partial(step.forward_stage, model=model, layout=layout), ("rows_of_all", "cache")
+        self.forward_stage = self.backend.compile(run, ("weights", "cache", "inputs"), outs, "cache")
+
+    def prepare(self, plan: Plan) -> None:
+        super().prepare(plan)
+        # only the first stage looks tokens up, and it has sampled none
+        if plan.tokens and self.is_first:
+            found = token_input(plan.tokens, self.shapes, self.scratch)
+            self.cache = step.with_rows(self.cache, self.put(self.cache.rows, *found))
+
+    def reset(self) -> None:
+        if self.has_begun:
+            self.mesh.renew(AXIS)
+        super().reset()
+
+    def launch_head(self, plan: Plan, hidden: Hidden, mask: np.ndarray | None = None) -> Pending:
+        if self.is_last:
+            return super().launch_head(plan, hidden, mask)
+        return Pending(plan, None, self.backend)
+
+    def every_call(self) -> Iterator[Call]:
+        yield from updates(self)
+        for n in self.shapes.admitted if self.is_first else ():
+            yield self.put, (self.cache.rows, *token_input(((self.scratch, 0, 0),) * n, self.shapes, self.scratch))
+        for program, (weights, cache, inputs) in forwards(self):
+            inputs = inputs if self.is_first else self._with_rows(inputs)
+            yield program if self.is_last else self.forward_stage, (weights, cache, inputs)
+        if self.is_last:
+            yield from heads(self)
+            yield from self.read_head.calls(self.weights, self.cache.rows, self.own)
+
+    def _with_rows(self, inputs: StepInput) -> StepInput:
+        """The step with the place where hidden rows are received."""
+        return with_rows_from_before(inputs, self.received[: inputs.num_tokens])
+
+    def _run_forward(self, inputs: StepInput) -> Hidden:
+        if not self.is_first:
+            inputs = self._with_rows(inputs)
+            self.mesh.receive(inputs.extra[HIDDEN], AXIS)
+        if self.is_last:
+            return super()._run_forward(inputs)
+        found, self.cache = self.forward_stage(self.weights, self.cache, inputs)
+        self.mesh.send(found["last"], AXIS)
+        return Hidden(None, {})
+
+
+class Later:
+    """Work that is done once its result is wanted, after all that was put off before it."""
+
+    def __init__(self, waiting: deque[Later], work: Callable[[], Any]):
+        self.waiting, self.work, self.found = waiting, work, None
+        waiting.append(self)
+
+    def result(self) -> Any:
+        """What the work returned. Whoever waits behind one that failed finds nothing."""
+        while self in self.waiting:
+            first = self.waiting.popleft()
+            with uninterrupted():
+                first.found = first.work()
+        return self.found
+
+
+@dataclass(frozen=True)
+class Unbegun(Pending):
+    """A step of which this rank has perhaps not begun its part."""
+
+    later: Later | None = None
+
+    def result(self) -> StepResult:
+        assert self.later
+        return self.later.result().result()
+
+
+class LeadStage(LeadRunner, StageRunner):
+    """Rank 0 of a pipeline. On CPUs a receive waits, so its own part of a step is done once somebody reads it: by then
+    the others know of the steps that come next.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.waiting: deque[Later] = deque()
+        super().__init__(*args, **kwargs)
+        self.puts_off = self.mesh.device.type == "cpu"
+
+    def launch_forward(self, plan: Plan, taps: tuple[str, ...] = ()) -> Any:
+        if not self.puts_off:
+            return super().launch_forward(plan, taps)
+        with uninterrupted():
+            self.tell_forward(plan, taps)
+        return Later(self.waiting, partial(StageRunner.launch_forward, self, plan, taps))
+
+    def launch_head(self, plan: Plan, hidden: Any, mask: np.ndarray | None = None) -> Pending:
+        if not self.puts_off:
+            return super().launch_head(plan, hidden, mask)
+        with uninterrupted():
+            plans = self.tell_head(plan, mask)
+        later = Later(self.waiting, partial(self._run_head, plan, hidden, mask, plans))
+        return Unbegun(plan, None, self.backend, later=later)
+
+    def register(self, processor: LogitsProcessor) -> None:
+        self._catch_up()
+        super().register(processor)
+
+    def reset(self) -> None:
+        # what was put off is of steps that are void
+        self.waiting.clear()
+        super().reset()
+
+    def _run_head(self, plan: Plan, hidden: Later, mask: np.ndarray | None, plans: int | None) -> Pending:
+        pending = StageRunner.launch_head(self, plan, hidden.result(), mask)
+        self.hash_state(plan, plans)
+        return pending
+
+    def _catch_up(self) -> None:
+        if self.waiting:
+            self.waiting[-1].result()

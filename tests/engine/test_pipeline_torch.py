@@ -1,0 +1,171 @@
+"""Pipelines of torch processes: the tokens of one device, what was planned, and no hang when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch  # noqa: F401
+from graphed import PLAIN
+from oracle import greedy
+from ranks import ASTRAY, FALLING
+from recorder import graphs_on_a_cpu
+from spied import FOLDER, SPY, held, reports
+from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
+
+from octavo.engine import LLM, SamplingParams
+from octavo.engine.errors import DivergenceError, RankLostError
+
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+def make(config: Any = TINY, pp: int = 2, **arguments: Any) -> LLM:
+    """Chunks of 16 tokens, and room for so little that somebody is preempted; a batch a stage in flight."""
+    few = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 16, "max_model_len": 120, "state_check_interval": 4}
+    return engine(config, backend="torch", device="cpu", pipeline_parallel_size=pp, **(few | arguments))
+
+
+def want(config: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy(spec_of(config), numpy_weights(config), p, GREEDY.max_tokens) for p in prompts]
+
+
+def check_tokens(llm: LLM, config: Any) -> None:
+    """Against the oracle, with hits and preemptions; and of forks, against one device."""
+    for _ in range(2):
+        assert tokens(llm, PROMPTS[:5]) == want(config, PROMPTS[:5])
+    assert llm.scheduler.num_preemptions > 0 and llm.scheduler.num_hit_tokens > 0
+    one = engine(config, backend="torch", max_num_seqs=2)
+    pair = [x.generate(PROMPTS[3:5], replace(RANDOM, n=2), use_tqdm=False) for x in (one, llm)]
+    assert [[o.token_ids for o in r.outputs] for r in pair[0]] == [[o.token_ids for o in r.outputs] for r in pair[1]]
+
+
+def assert_sends_planned(llm: LLM, said: dict[int, dict[str, Any]], steps: Counter[int]) -> None:
+    """Who is not in the last stage sent each step's hidden rows once. `steps` by their padded number of tokens."""
+    (planned,) = [c for c in llm.memory_plan.collectives if c.kind == "send"]
+    tp = llm.config.tensor_parallel_size
+    senders = [rank for rank in said if rank >= tp]
+    assert len(senders) == planned.count * tp
+    for rank, found in said.items():
+        sent = {size: n for kind, names, size, n in found["counts"] if kind == "send" and names == ["pp"]}
+        assert sent == ({planned.bytes_of(t, 0): n for t, n in steps.items()} if rank in senders else {})
+
+
+def assert_bytes_planned(llm: LLM, said: dict[int, dict[str, Any]]) -> None:
+    """Of each rank: the last has the first stage."""
+    tp, stages = llm.config.tensor_parallel_size, llm.memory_plan.stages
+    for rank, found in said.items():
+        stage = stages[len(stages) - 1 - rank // tp]
+        first, _, last = stage.devices.partition("-")
+        assert int(first) <= rank <= int(last or first)
+        for name, planned in (("weights", stage.weights_bytes), ("cache", stage.cache_bytes)):
+            assert abs(found[name] - planned) <= 0.02 * planned, (rank, name)
+
+
+def check(llm: LLM, config: Any, folder: Path) -> None:
+    """Tokens, then what every rank held and sent."""
+    steps: Counter[int] = Counter()
+    launch = llm.runner.launch_forward
+
+    def counted(plan: Any, taps: tuple[str, ...] = ()) -> Any:
+        size = sum(c.num_tokens for c in plan.chunks)
+        decode = all(c.num_tokens == 1 for c in plan.chunks)
+        steps[size if decode else next(n for n in llm.runner.shapes.tokens if n >= size)] += 1
+        return launch(plan, taps)
+
+    llm.runner.launch_forward = counted
+    check_tokens(llm, config)
+    own = held(llm.runner)
+    llm.shutdown()
+    said = {0: own} | reports(folder)
+    assert len(said) == llm.config.num_shards
+    assert_sends_planned(llm, said, steps)
+    assert_bytes_planned(llm, said)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def test_two_stages_give_the_tokens_of_one_device(folder: Path) -> None:
+    check(make(logits_processors=[SPY]), TINY, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp, tp", [(4, 1), (2, 2)])
+def test_more_stages_and_shards(pp: int, tp: int, folder: Path) -> None:
+    config = TINY if tp == 1 else EIGHT_HEADS
+    check(make(config, pp, tensor_parallel_size=tp, logits_processors=[SPY]), config, folder)
+
+
+def test_a_step_whose_head_fails_ends_its_requests_alone() -> None:
+    """Others are in flight then, and their hidden rows on the way to nobody."""
+    llm = make(logits_processors=[FALLING])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="logits processor 'falling' returned"):
+            llm.generate(PROMPTS[:4], [GREEDY, GREEDY, GREEDY, replace(GREEDY, extra_args={"falling": {}})],
+                         use_tqdm=False)  # fmt: skip
+        assert tokens(llm, PROMPTS[:3]) == want(TINY, PROMPTS[:3])
+    # and one that is lost then
+    kill(llm, 1)
+
+
+def kill(llm: LLM, rank: int) -> None:
+    """Ends a rank while a request runs; the engine must say so soon, whoever waits for whom."""
+    assert llm.team is not None
+    child = llm.team.peers[rank - 1].child
+    assert child is not None
+    for i in range(2):
+        llm.add_request(str(i), PROMPTS[i], LONG)
+    llm.step()
+    os.kill(child.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises((RankLostError, RuntimeError)):
+        for _ in range(200):
+            llm.step()
+    with pytest.raises(RankLostError, match=rf"rank {rank} \(process \d+\) ended with status -9"):
+        tokens(llm, PROMPTS[:1])
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_a_first_stage_that_is_killed_ends_those_that_wait_for_others() -> None:
+    """Rank 0 receives from rank 1, that from 2, and that from 3."""
+    kill(make(pp=4), 3)
+
+
+@pytest.mark.slow
+def test_shards_of_a_stage_that_differ_are_stopped() -> None:
+    llm = make(EIGHT_HEADS, tensor_parallel_size=2, logits_processors=[ASTRAY], state_check_interval=8)
+    params = replace(GREEDY, extra_args={"astray": {}}, max_tokens=80)
+    with pytest.raises(DivergenceError, match="the rows of rank 1 differ from those of rank 0 behind step"):
+        llm.generate([PROMPTS[0]], params, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_what_is_received_lies_where_graphs_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled ahead in every rank, for every shape."""
+    recorder = graphs_on_a_cpu(monkeypatch)
+    llm = make(logits_processors=[PLAIN], warmup="all", max_model_len=80, state_check_interval=0)
+    before = llm.backend.num_compiles()
+    assert tokens(llm, PROMPTS[:3]) == want(TINY, PROMPTS[:3])
+    assert recorder.replays > 20 and llm.backend.num_compiles() == before > 0
+
+
+def test_what_a_pipeline_does_not_show_is_refused_by_name() -> None:
+    llm = make()
+    with pytest.raises(NotImplementedError, match=r"hidden_states\(layers=\[0, -1\]\)"):
+        llm.hidden_states(PROMPTS[:1], layers=[0, -1])
+    (found,) = llm.hidden_states(PROMPTS[:1], layers=[-1])
+    (one,) = engine(TINY, backend="torch").hidden_states(PROMPTS[:1], layers=[-1])
+    np.testing.assert_allclose(found.hidden_states[-1], one.hidden_states[-1], rtol=0, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="expert_load_metrics with pipeline_parallel_size=2"):
+        make(expert_load_metrics=True)
