@@ -52,14 +52,14 @@ def rows(values: dict[str, Any], backend: str, models: list[str]) -> Iterator[di
                 continue
             row = {"model": model, "part": part, "octavo": found.get("tok_s", found.get("seconds"))}
             row |= {"unit": "s" if "tok_s" not in found else "input tok/s" if part == "prefill" else "tok/s"}
+            row |= {"compiles": found.get("compiles"), "preemptions": found.get("preemptions")}
             if peers:
                 row |= {"vLLM 0.26": VLLM.get(model, {}).get(part), "mark": MARKS[backend].get(model, {}).get(part)}
             yield row
         if equal := values.get(f"{backend}/{model}/identical"):
             told = f"{equal['same']} of {equal['of']}"
-            yield {"model": model, "part": "identical", "octavo": told, "unit": "requests"} | (
-                {"vLLM 0.26": None, "mark": equal["of"]} if peers else {}
-            )
+            row = {"model": model, "part": "identical", "octavo": told, "unit": "requests"}
+            yield row | dict.fromkeys(("compiles", "preemptions", *(("vLLM 0.26", "mark") if peers else ())))
 
 
 def attention_rows(values: dict[str, Any], backend: str) -> list[dict[str, Any]]:

@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from octavo.engine.bench import marks, marks_table, measuring
+from octavo.engine import LLM
+from octavo.engine.backend import get_backend
+from octavo.engine.bench import marks, marks_checks, marks_table, measuring, profiling
 from octavo.engine.bench.measuring import latency, percentile, throughput
 from octavo.engine.bench.requests import dataset_requests, random_requests
 from octavo.engine.bench.workloads import NAMES, workload
@@ -349,10 +351,49 @@ def test_parts_of_the_marks_are_kept_and_not_run_again(folder, tmp_path, monkeyp
 def test_an_h200_stands_beside_peers_and_other_machines_do_not():
     values = {
         "torch//machine": {"gpu": "NVIDIA H200, 580"},
-        "torch/llama-8b/prefill": {"tok_s": 40000.0, "seconds": 6.5},
+        "torch/llama-8b/prefill": {"tok_s": 40000.0, "seconds": 6.5, "compiles": 0},
     }
     (row,) = marks_table.rows(values, "torch", ["llama-8b", "qwen3-0.6b"])
-    assert row == {"model": "llama-8b", "part": "prefill", "octavo": 40000.0, "unit": "input tok/s", "vLLM 0.26": 41100,
-                   "mark": 41000}  # fmt: skip
-    (row,) = marks_table.rows(values | {"torch//machine": {"cpu": "x"}}, "torch", ["llama-8b"])
-    assert list(row) == ["model", "part", "octavo", "unit"]
+    told = {"model": "llama-8b", "part": "prefill", "octavo": 40000.0, "unit": "input tok/s"}
+    told |= {"compiles": 0, "preemptions": None}
+    assert row == told | {"vLLM 0.26": 41100, "mark": 41000}
+    values |= {"torch//machine": {"cpu": "x"}, "torch/llama-8b/identical": {"equal": False, "same": 3, "of": 4}}
+    prefill, identical = marks_table.rows(values, "torch", ["llama-8b"])
+    assert prefill == told
+    assert identical["octavo"] == "3 of 4" and list(identical) == list(told)
+
+
+def test_attention_alone_is_held_against_float64():
+    backend = get_backend("torch", {"device": "cpu", "dtype": "bfloat16", "threads": 1})
+    seconds, error = marks_checks.measure(backend, 2, 40, decode=False)
+    assert 0 < seconds < 10 and 0 < error < 1e-2
+    # nothing is not taken for it
+    with pytest.raises(SystemExit, match="relative error"):
+        marks_checks.relative_error(np.zeros((2, 8, 4, 128)), *_pools(2, 40), 40, 1)
+
+
+def _pools(seqs: int, length: int) -> tuple:
+    """A query, pools of keys and values, and block tables, as marks_checks lays them out."""
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, marks_checks.REPEATED, marks_checks.BLOCK, 8, 128))
+    tables = np.arange(1, 1 + seqs * -(-length // marks_checks.BLOCK)).reshape(seqs, -1)
+    return rng.standard_normal((seqs, 8, 4, 128)), pools, tables
+
+
+def test_a_profile_says_what_a_step_takes(monkeypatch, folder):
+    small = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "threads": 1}
+    llm, runs = LLM(str(folder), backend="torch", **small), []
+
+    def events(run):
+        steps = llm.get_stats().num_steps
+        run()
+        runs.append(llm.get_stats().num_steps - steps)
+        return [("small", 2.0)] * 16 + [("large", 40.0)] * 8
+
+    monkeypatch.setattr(profiling, "profiler", lambda backend: SimpleNamespace(events=events))
+    found = profiling.profile_case(llm, 300, 2, 6, 4)
+    assert runs == [profiling.STEPS] == [8]
+    assert found["kernels"] == [(40.0, 1.0, "large"), (4.0, 2.0, "small")]
+    assert (found["device_us"], found["launches"]) == (44.0, 3)
+    assert found["wall_us"] >= found["waited_us"] > 0
+    assert not llm.has_unfinished_requests()
