@@ -122,7 +122,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"pipeline_parallel_size": 2, "backend": "jax"}, {"data_parallel_size": 2, "backend": "torch"}],
+    [
+        {"pipeline_parallel_size": 2, "backend": "jax"},
+        {"data_parallel_size": 2, "backend": "torch"},
+        {"pipeline_parallel_size": 2, "data_parallel_size": 2, "backend": "torch"},
+    ],
     ids=str,
 )
 def test_what_can_only_be_planned_is_refused_by_name(arguments):

@@ -22,7 +22,7 @@ import json, os, signal, time
 from tiny import EIGHT_HEADS, PROMPTS, engine, tokens
 from octavo.engine.errors import RankLostError
 def run(**arguments):
-    llm = engine(EIGHT_HEADS, device="cpu", tensor_parallel_size=2, state_check_interval=4, **arguments)
+    llm = engine(EIGHT_HEADS, **{{"device": "cpu", "tensor_parallel_size": 2, "state_check_interval": 4}} | arguments)
     print("TOKENS", json.dumps(tokens(llm, PROMPTS[:2])), flush=True)
     return llm
 """
@@ -37,7 +37,7 @@ except RankLostError as error:
 os._exit(0)
 """
 LEAVES = """
-run(backend="torch")
+run(backend="torch", pipeline_parallel_size=int(sys.argv[1]), tensor_parallel_size=2 // int(sys.argv[1]))
 print("ended", flush=True)
 """
 MEETS = """
@@ -63,10 +63,20 @@ def test_two_jax_processes_and_one_that_is_killed() -> None:
     assert float(lost.split()[1]) < 5 and "ended with status -9" in lost, done.stderr
 
 
-def test_processes_of_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_processes_of_torchrun(stages: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENGINE + LEAVES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(stages),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
