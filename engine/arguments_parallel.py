@@ -50,7 +50,11 @@ PARALLELISM = (
         choices("least_loaded", "prefix"),
     ),
     Argument(
-        "enable_expert_parallel", "bool", False, "devices share out whole experts, not parts of each", checks.flag
+        "enable_expert_parallel",
+        "bool",
+        False,
+        "devices, those of all replicas, share out whole experts, not parts of each",
+        checks.flag,
     ),
     Argument(
         "expert_placement_strategy",

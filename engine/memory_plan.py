@@ -356,7 +356,8 @@ def _stages(planner: Planner, blocks: Sequence[int]) -> tuple[Stage, ...]:
     for n, layers in enumerate(planner.stages if c.num_shards > 1 else ()):
         # torch's rank 0 is in the last stage
         at = each * (c.pipeline_parallel_size - 1 - n if c.backend == "torch" else n)
-        names = f"{at}-{at + each - 1}" if each > 1 else str(at)
+        firsts = (replica * len(planner.stages) * each + at for replica in range(c.data_parallel_size))
+        names = ", ".join(f"{first}-{first + each - 1}" if each > 1 else str(first) for first in firsts)
         sizes = planner.stage_bytes(layers), planner.stage_cache(layers, blocks)
         found.append(Stage(names, f"{layers.start}-{layers.stop - 1}", *sizes))
     return tuple(found)

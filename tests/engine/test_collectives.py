@@ -136,9 +136,12 @@ def test_the_command_says_which_sizes_would_do(folder: Path) -> None:
     assert "num_kv_heads 2 is not divisible by tensor_parallel_size 5: 1, 2, 4, 8 would" in result.stderr
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_xla_compiles_the_collectives_of_replicas_that_share_experts(tp: int) -> None:
-    llm = tiny_moe.engine(backend="jax", data_parallel_size=2, tensor_parallel_size=tp, **EP)
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [(1, {}), pytest.param(2, {}, marks=pytest.mark.slow), pytest.param(2, SP, marks=pytest.mark.slow)],
+)
+def test_xla_compiles_the_collectives_of_replicas_that_share_experts(tp: int, more: dict[str, Any]) -> None:
+    llm = tiny_moe.engine(backend="jax", data_parallel_size=2, tensor_parallel_size=tp, **EP, **more)
     runner, rows = llm.runner, np.arange(4, dtype=np.int32)
     inputs = runner.backend.replicas.same(padding(runner, 4, 4, True, runner.shapes.widths[0]))
     found = compiled(runner.forward, runner.weights, runner.cache, inputs)

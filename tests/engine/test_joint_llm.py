@@ -100,6 +100,18 @@ def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: st
     llm.shutdown()
 
 
+def test_embeddings_of_one_prompt_and_ids_of_another_and_a_sleep_between() -> None:
+    rows = {"prompt_embeds": tiny_moe.weights()["embed"][PROMPTS[0]]}
+    prompts = [rows, PROMPTS[2], PROMPTS[1]]
+    want = tiny.tokens(tiny_moe.engine(backend="torch"), PROMPTS[:1] + prompts[1:])
+    llm = tiny_moe.engine(backend="torch", enable_prompt_embeds=True, enable_sleep_mode=True, **EP)
+    assert tiny.tokens(llm, prompts) == want
+    llm.sleep()
+    llm.wake_up()
+    assert tiny.tokens(llm, prompts) == want
+    llm.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
@@ -117,7 +129,7 @@ def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 with experts shared out"),
         ({"backend": "jax", "distributed_executor_backend": "mp"}, "several processes of JAX"),
         ({"step_log": "/dev/null"}, "step_log"),
     ],
