@@ -290,6 +290,13 @@ WORKING = (
         checks.flag,
     ),
     Argument(
+        "enable_return_routed_experts",
+        "bool",
+        False,
+        "outputs say which experts each token went through, in each layer: docs/beyond_generate.md",
+        checks.flag,
+    ),
+    Argument(
         "expert_load_metrics",
         "bool",
         False,
@@ -350,7 +357,6 @@ LATER = (
     Later("decode_context_parallel_size", 1, PARALLEL),
     Later("prefill_context_parallel_size", 1, PARALLEL),
     Later("enable_eplb", False, PARALLEL),
-    Later("enable_return_routed_experts", False, "experts in outputs (LLM.routed_experts gives those of known tokens)"),
     Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
     Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
     Later("code_revision", None, "code from a checkpoint"),

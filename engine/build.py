@@ -38,6 +38,7 @@ from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .parallel import divisors_of, fit_model, refuse_unbuilt
 from .recorded_scheduler import RecordedScheduler
 from .replica import Replica
+from .routed_experts import RoutedExperts
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -157,6 +158,7 @@ def _runner(source: WeightsSource, weights: Any, plan: MemoryPlan) -> Runner:
         logprobs_mode=config.logprobs_mode,
         masks=_has_tokenizer(config, source.checkpoint) and grammar_library() is not None,
         expert_load=config.expert_load_metrics,
+        routed=config.enable_return_routed_experts,
     )
     runner.source = source
     return runner
@@ -179,6 +181,10 @@ def _parts(device: Device, world: World | None) -> Parts:
     # those that step together have one runner
     runners = device.runners * config.num_joint
     replicas = [Replica(i, _scheduler(config, plan, device.model), runner) for i, runner in enumerate(runners)]
+    if config.enable_return_routed_experts:
+        for replica in replicas:
+            sizes = config.block_size, config.max_num_seqs, plan.max_model_len
+            replica.routed = RoutedExperts(device.model, plan.num_blocks, *sizes)
     _open_logs(config, plan, replicas)
     return Parts(
         config=config,

@@ -90,6 +90,7 @@ class EngineConfig:
     structured_outputs_config: dict[str, Any]
     disable_log_stats: bool
     expert_load_metrics: bool
+    enable_return_routed_experts: bool
     step_log: str | None
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
@@ -142,6 +143,8 @@ class EngineConfig:
         if self.expert_load_metrics and (model.mixture is None or self.disable_log_stats):
             why = "the model has no experts" if model.mixture is None else "disable_log_stats=True keeps no metrics"
             raise ValueError(f"expert_load_metrics=True: {why}")
+        if self.enable_return_routed_experts:
+            check_routed(self, model)
         length, most = self.max_model_len, model.max_model_len
         if length is not None and length > most:
             raise ValueError(
@@ -206,6 +209,22 @@ def _check_sequence(c: EngineConfig) -> None:
         raise ValueError("enable_sp=True with sharding_rules that leave 'tokens' out: add {'tokens': 'tp'} to them")
     if c.sp_min_token_num > 1 and c.rules.get("tokens") is None:
         raise ValueError(f"sp_min_token_num={c.sp_min_token_num} limits nothing without enable_sp=True")
+
+
+def check_routed(c: EngineConfig, model: ModelSpec) -> None:
+    """Refuses to return routed experts where there are none, or nobody keeps them."""
+    name = "enable_return_routed_experts=True"
+    if model.mixture is None:
+        raise ValueError(f"{name}: the model {model.name!r} has no experts")
+    if c.num_joint > 1 or c.pipeline_parallel_size > 1:
+        raise NotImplementedError(
+            f"{name} with stages, or with replicas that share experts: tensor_parallel_size works"
+        )
+    forgets = keeps_of(c.layout).window is not None or keeps_of(c.layout).budget is not None
+    if forgets or all(group.window is not None for group in model.groups):
+        raise NotImplementedError(
+            f"{name} where every layer forgets tokens: their experts would be forgotten with them"
+        )
 
 
 def _named(arguments: Mapping[str, Any]) -> dict[str, Any]:

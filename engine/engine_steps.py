@@ -190,6 +190,8 @@ class EngineSteps:
         for request, read, found in zip(readers(scheduler, plan), plan.reads, result.reads, strict=True):
             if request:
                 self.processor.push_read(request, read, found)
+        if replica.routed and result.routed is not None:
+            self.processor.gather_experts(replica.routed.take(plan, result.routed))
         touched = scheduler.update(plan, result.token_ids)
         if replica.step_log:
             replica.step_log.append(plan, result.token_ids, result.digests)

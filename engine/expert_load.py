@@ -7,6 +7,7 @@ from typing import Any
 
 from ..models.interface import Array, ArraySpec, Mixture
 from .backend import Backend
+from .routed_experts import expert_taps
 
 
 class ExpertLoad:
@@ -18,7 +19,7 @@ class ExpertLoad:
         spec = ArraySpec(shape, (None, None), "int32")
         self.shape, self.counts = shape, backend.zeros(backend.replicas.specs(spec) if backend.replicas else spec)
         self.count = backend.compile(count, ("counts", "experts"), ("counts",), "counts")
-        self.taps = tuple(f"layer.{n}.experts" for n in mixture.layers)
+        self.taps = expert_taps(mixture)
 
     def add(self, rows: Mapping[str, Array]) -> None:
         """Takes in the tapped experts of a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from .plan import Read
 from .prompts import Prompt, text_of
 from .read_head import ReadResult
 from .request import Request
+from .routed_experts import Parts, experts_of
 from .runner import StepResult
 from .sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class Member:
     logprobs: Any  # a list of entries, or FlatLogprobs
     cumulative_logprob: float | None = 0.0
     reads: list[ReadResult] = field(default_factory=list)  # in the order of places
+    routed: Parts | None = None  # its experts so far
     num_told: int = 0  # tokens that outputs have told of
     told_end: bool = False
 
@@ -107,6 +109,12 @@ class OutputProcessor:
                 family.prompt_logprobs.append(entry)
         if read.hidden or not request.samples:
             member.reads.append(found)
+
+    def gather_experts(self, parts: Mapping[str, Parts]) -> None:
+        """Takes in where the experts of requests gather, by id."""
+        for name, found in parts.items():
+            if name in self.home:
+                self.home[name][1].routed = found
 
     def push(self, request: Request, result: StepResult, at: int) -> str | None:
         """Takes in the token that a step sampled for a request. Returns the stop string that it completed."""
@@ -214,6 +222,7 @@ def _completion(m: Member, start: int = 0, text: str | None = None) -> Completio
         finish_reason=r.finish_reason,
         stop_reason=r.stop_reason,
         error=r.error,
+        routed_experts=experts_of(m.routed, len(r.tokens)) if m.routed and r.finish_reason is not None else None,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .detokenizer import token_text
 from .tokenizer import Tokenizer
 
@@ -67,7 +69,8 @@ class CompletionOutput:
 
     `logprobs` has a dict of token id to Logprob for each of `token_ids`, the sampled token first. `finish_reason` is
     "stop", "length", "repetition", "abort", "error" or None; `stop_reason` the stop string or id that ended it, None
-    for end-of-text.
+    for end-of-text. `routed_experts` (enable_return_routed_experts, of one that has ended) is int16 [tokens, layers,
+    chosen]: of each token of prompt and output but the last, in the layers that have experts, the best expert first.
     """
 
     index: int
@@ -79,6 +82,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: Any = None
     error: str | None = None  # what went wrong, of one that ended with "error"
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .metrics import EngineMetrics
 from .plan import Plan
+from .routed_experts import RoutedExperts
 from .runner import Pending, Runner
 from .scheduler import Scheduler
 from .step_log import StepLog
@@ -26,6 +27,7 @@ class Replica:
     runner: Runner
     step_log: StepLog | None = None
     metrics: EngineMetrics | None = None
+    routed: RoutedExperts | None = None  # where requests are told what they were routed to
     unread: deque[Pending] = field(default_factory=deque)  # the steps in flight, the oldest first
 
     @property

@@ -39,6 +39,7 @@ from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
+from .routed_experts import RoutingStack
 from .shared_prefixes import PrefixFinder
 from .warm_up import JOINED, Call, every_call, rehearsal, run_joined
 
@@ -57,6 +58,7 @@ class Hidden:
 
     last_RE: Array
     rows: dict[str, Array]
+    routed: Array | None = None  # experts [T, layers, chosen], where requests are told
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class StepResult:
     id_logprobs: np.ndarray | None = None  # [R, N], of the ids that were asked for by name
     id_ranks: np.ndarray | None = None
     reads: list[ReadResult] = field(default_factory=list)
+    routed: np.ndarray | None = None  # experts of all its tokens, [tokens, layers, chosen]
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,14 @@ class Pending:
     output: Output | None
     backend: Backend
     reads: Reads | None = None
+    routed: Array | None = None
 
     def result(self) -> StepResult:
         """Waits for the step and reads it."""
         reads = self.reads.result(self.plan, self.backend) if self.reads else []
+        routed = None if self.routed is None else self.backend.read(self.routed)
         if self.output is None:
-            return StepResult([], reads=reads)
+            return StepResult([], reads=reads, routed=routed)
         count, o = len(self.plan.sampled), self.output
 
         def read(x: Array | None) -> Any:
@@ -107,6 +112,7 @@ class Pending:
             read(o.id_logprobs_RN),
             read(o.id_ranks_RN),
             reads,
+            routed,
         )
 
 
@@ -145,6 +151,7 @@ class Runner:
         logprobs_mode: str = "raw_logprobs",
         masks: bool = False,
         expert_load: bool = False,
+        routed: bool = False,
     ):
         self.backend, self.model, self.shapes, self.digest = backend, model, shapes, digest
         self.logprobs_mode = logprobs_mode
@@ -173,6 +180,7 @@ class Runner:
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
         self.expert_load = ExpertLoad(backend, model.mixture) if expert_load and model.mixture else None
+        self.routed = RoutingStack(backend, model.mixture) if routed and model.mixture else None
         # of requests that are alive, by id: whoever has them drops them
         self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
@@ -282,8 +290,12 @@ class Runner:
         """Prepares, and returns the step."""
         self.prepare(plan)
         inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
-        counted = self.expert_load.taps if self.expert_load else ()
-        return replace(inputs, taps=inputs.taps + counted) if counted else inputs
+        return replace(inputs, taps=inputs.taps + self.taps) if self.taps else inputs
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """What every step has to keep."""
+        return next((x.taps for x in (self.expert_load, self.routed) if x), ())
 
     def _run_forward(self, inputs: StepInput) -> Hidden:
         if inputs.decode and not inputs.taps:
@@ -292,7 +304,12 @@ class Runner:
         last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)
         if self.expert_load:
             self.expert_load.add(rows)
-        return Hidden(last, rows)
+        if not self.routed:
+            return Hidden(last, rows)
+        routed, of_cache = self.routed.launch(self.cache.rows, rows)
+        self.cache = step.with_rows(self.cache, of_cache)
+        self.backend.prefetch(routed)
+        return Hidden(last, rows, routed)
 
     def prepare(self, plan: Plan) -> None:
         """Fills rows and block tables, and moves blocks: all that a step asks for before its layers run."""
@@ -325,7 +342,7 @@ class Runner:
         if plan.reads:
             reads, rows = self.read_head.launch(plan, self.weights, self.cache.rows, hidden.rows)
             self.cache = step.with_rows(self.cache, rows)
-        return Pending(plan, output, self.backend, reads)
+        return Pending(plan, output, self.backend, reads, hidden.routed)
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
         sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)

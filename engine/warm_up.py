@@ -32,6 +32,7 @@ def _calls(runner: Runner) -> Iterator[Call]:
     yield from updates(runner)
     yield from forwards(runner)
     yield from heads(runner)
+    yield from _experts(runner)
     yield from runner.read_head.calls(runner.weights, runner.cache.rows, runner.own)
 
 
@@ -68,7 +69,7 @@ def _one_of_each_kind(model: ModelSpec) -> list[int]:
 
 def run_joined(runner: Runner) -> None:
     """Runs the joined steps on padding: a first call looks its program up, and records its CUDA graph."""
-    for n in runner.shapes.joined:
+    for n in () if runner.taps else runner.shapes.joined:
         for variant in JOINED:
             inputs = padding(runner, n, n, True, runner.shapes.widths[0])
             sampling = runner.sampling_all(inputs, variant)
@@ -101,20 +102,41 @@ def forwards(runner: Runner) -> Iterator[Call]:
     shapes, model = runner.shapes, (runner.weights, runner.cache)
     for width in shapes.widths:
         for n in shapes.seqs:
-            yield runner.forward, (*model, padding(runner, n, n, True, width))
+            yield _tapped(runner, padding(runner, n, n, True, width))
         for n in shapes.joined:
             inputs = padding(runner, n, n, True, width)
-            for variant in JOINED:
+            for variant in () if runner.taps else JOINED:
                 yield runner.forward_and_head, (*model, inputs, runner.sampling_all(inputs, variant))
         for n in shapes.shared:
             inputs = replace(padding(runner, n, n, True, width), shared=_no_prefixes(runner, n))
-            yield runner.forward, (*model, inputs)
+            yield _tapped(runner, inputs)
         for n in shapes.tokens:
             for inputs in with_extra(padding(runner, runner.scratch, n, False, width), runner.model):
-                yield runner.forward_all, (*model, inputs)
+                yield _tapped(runner, inputs)
         for n in shapes.shared_tokens:
             shared = _no_prefixes(runner, runner.scratch)
-            yield runner.forward_all, (*model, replace(padding(runner, runner.scratch, n, False, width), shared=shared))
+            yield _tapped(runner, replace(padding(runner, runner.scratch, n, False, width), shared=shared))
+
+
+def _tapped(runner: Runner, inputs: StepInput) -> Call:
+    """A forward of that step."""
+    inputs = replace(inputs, taps=runner.taps)
+    program = runner.forward if inputs.decode and not inputs.taps else runner.forward_all
+    return program, (runner.weights, runner.cache, inputs)
+
+
+def _experts(runner: Runner) -> Iterator[Call]:
+    """What is done with the experts that a step was routed to."""
+    shapes, mixture = runner.shapes, runner.model.mixture
+    if not runner.taps or mixture is None:
+        return
+    for n in sorted({*shapes.seqs, *shapes.tokens, *shapes.shared, *shapes.shared_tokens}):
+        spec = ArraySpec((n, mixture.routing.num_chosen), (None, None), "int32")
+        experts = tuple(runner.backend.zeros(runner.own(spec)) for _ in runner.taps)
+        if runner.expert_load:
+            yield runner.expert_load.count, (runner.expert_load.counts, experts)
+        if runner.routed:
+            yield runner.routed.run, (runner.cache.rows, experts)
 
 
 def heads(runner: Runner) -> Iterator[Call]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import oracle
 import tiny
 from tiny import MAX_MODEL_LEN, VOCAB
 
@@ -19,6 +20,7 @@ CONFIG = llama.LlamaConfig(
     max_model_len=MAX_MODEL_LEN, rope=RopeConfig(theta=1000.0), windows=(None, 8, None, 8),
 )  # fmt: skip
 MIXTURE = Mixture(8, 24, (0, 2, 3), Routing(2, normalise=True))
+LAYERS = MIXTURE.layers
 
 
 @functools.cache
@@ -36,3 +38,18 @@ def engine(**arguments: Any) -> LLM:
     if resolve_backend(arguments.get("backend", "auto")) == "torch":
         defaults["threads"] = 1
     return LLM(spec(), weights=weights(), **(defaults | arguments))
+
+
+def experts_of(ids: list[int]) -> dict[int, list[list[int]]]:
+    """By layer and token, the best expert first, from the float64 oracle."""
+    model = spec()
+    c, w = model.config, oracle.as_float64(weights())
+    rows, (cos, sin) = oracle.hidden(model, weights(), ids), oracle.rotations(c, len(ids))
+    found = {}
+    for n in LAYERS:
+        layer, x = w["layers"][n], rows[n]
+        x = x + oracle.attention(c, layer, oracle.norm(x, layer["attn_norm"], c.norm_eps), cos, sin, c.windows[n])
+        h = oracle.norm(x, layer["mlp_norm"], c.norm_eps)
+        chosen = [oracle.chosen(model.mixture.routing, layer["router"] @ row, 0) for row in h]
+        found[n] = [[expert for expert, _ in each] for each in chosen]
+    return found

@@ -5,29 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import oracle
 import pytest
 import tiny
 import tiny_moe
 from backends import BACKENDS
 from tiny import GREEDY, PROMPTS
-
-LAYERS = tiny_moe.MIXTURE.layers
-
-
-def experts_of(ids: list[int]) -> dict[int, list[list[int]]]:
-    """By layer and token, the best expert first, from the float64 oracle."""
-    model = tiny_moe.spec()
-    c, w = model.config, oracle.as_float64(tiny_moe.weights())
-    rows, (cos, sin) = oracle.hidden(model, tiny_moe.weights(), ids), oracle.rotations(c, len(ids))
-    found = {}
-    for n in LAYERS:
-        layer, x = w["layers"][n], rows[n]
-        x = x + oracle.attention(c, layer, oracle.norm(x, layer["attn_norm"], c.norm_eps), cos, sin, c.windows[n])
-        h = oracle.norm(x, layer["mlp_norm"], c.norm_eps)
-        chosen = [oracle.chosen(model.mixture.routing, layer["router"] @ row, 0) for row in h]
-        found[n] = [[expert for expert, _ in each] for each in chosen]
-    return found
+from tiny_moe import LAYERS, experts_of
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
