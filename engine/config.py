@@ -89,8 +89,8 @@ class EngineConfig:
     logprobs_mode: str
     structured_outputs_config: dict[str, Any]
     disable_log_stats: bool
-    expert_load_metrics: bool
     enable_return_routed_experts: bool
+    expert_load_metrics: bool
     step_log: str | None
     given: frozenset[str] = frozenset()
     fit_model_len: bool = False
