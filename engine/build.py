@@ -37,6 +37,7 @@ from .loading.checkpoint import Checkpoint, open_model
 from .memory_plan import MemoryPlan, available_memory, memory_plan
 from .parallel import divisors_of, fit_model, refuse_unbuilt
 from .recorded_scheduler import RecordedScheduler
+from .remote_runner import RemoteRunner
 from .replica import Replica
 from .routed_experts import RoutedExperts
 from .runner import Runner
@@ -70,7 +71,7 @@ class Parts:
     @property
     def runner(self) -> Runner:
         """That of the first replica, like the two below."""
-        return self.replicas[0].runner
+        return self.replicas[0].own_runner
 
     @property
     def scheduler(self) -> Scheduler:
@@ -90,7 +91,13 @@ class Device:
     model: ModelSpec
     backend: Backend
     memory_plan: MemoryPlan
-    runners: list[Runner]  # one a replica that this process knows of, its own first
+    runners: list[Runner | RemoteRunner]  # one a replica that this process knows of, its own first
+
+    @property
+    def own(self) -> Runner:
+        """This process's own, the first."""
+        assert isinstance(self.runners[0], Runner)
+        return self.runners[0]
 
 
 def build(config: EngineConfig, weights: Any = None, backend: Backend | None = None) -> Parts:
@@ -104,7 +111,7 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
     try:
         device = build_device(config, weights, backend, world)
         if world and world.leader:
-            follow(world.leader, device.runners[0])
+            follow(world.leader, device.own, world.reports(config))
         return _parts(device, world)
     except BaseException:
         if world and world.team:
@@ -133,7 +140,10 @@ def build_device(
     plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
     stage = stage_layers(config, model, world and world.rank)
     source = WeightsSource(config, given, model, checkpoint, backend, world, stage)
-    runners = [_runner(source, weights, plan)]
+    runners: list[Any] = [_runner(source, weights, plan)]
+    if world and world.team and config.num_joint == 1:
+        parts = [world.team.part(replica) for replica in range(1, config.data_parallel_size)]
+        runners += [RemoteRunner(part, config.state_check_interval) for part in parts]
     if config.backend == "jax" and world is None:
         for replica in range(1, config.data_parallel_size // config.num_joint):
             other = get_backend("jax", backend_options(config, world, replica) | {"dtype": config.dtype})
@@ -169,7 +179,10 @@ def runner_of(config: EngineConfig, world: World | None) -> Any:
     kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
     if config.pipeline_parallel_size > 1:
         kind, leading = StageRunner, LeadStage
-    return partial(leading, world.team, config.state_check_interval) if world and world.team else kind
+    team = world and world.team
+    if team and config.num_joint == 1:
+        team = team.part(0)
+    return partial(leading, team, config.state_check_interval) if team and team.peers else kind
 
 
 def _parts(device: Device, world: World | None) -> Parts:
@@ -177,7 +190,8 @@ def _parts(device: Device, world: World | None) -> Parts:
     config, checkpoint, plan = device.config, device.checkpoint, device.memory_plan
     tokenizer = _tokenizer(config, checkpoint)
     if config.warmup == "all":
-        log.info("compiled %d programs", sum(runner.warm_up() for runner in device.runners))
+        # those elsewhere first: they are told, and go on side by side
+        log.info("compiled %d programs", sum(runner.warm_up() for runner in reversed(device.runners)))
     # those that step together have one runner
     runners = device.runners * config.num_joint
     replicas = [Replica(i, _scheduler(config, plan, device.model), runner) for i, runner in enumerate(runners)]
@@ -363,7 +377,7 @@ def _open_logs(config: EngineConfig, plan: MemoryPlan, replicas: Sequence[Replic
     """Has each replica write a step log, if that is asked for: to be replayed alone, by an engine of one replica."""
     if config.step_log is None:
         return
-    header = _log_header(config, plan, replicas[0].runner)
+    header = _log_header(config, plan, replicas[0].own_runner)
     for replica in replicas:
         assert isinstance(replica.scheduler, RecordedScheduler)
         path = log_path(config.step_log, replica.index)

@@ -106,6 +106,11 @@ class EngineConfig:
         return math.prod(self.mesh_shape.values())
 
     @property
+    def replica_size(self) -> int:
+        """Devices of one replica."""
+        return self.num_shards // self.data_parallel_size
+
+    @property
     def rules(self) -> ShardingRules:
         """Which mesh axis shares which logical axis."""
         rules = self.sharding_rules

@@ -14,6 +14,7 @@ from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
 from .plan import Plan
 from .reads import readers
+from .remote_runner import RemoteRunner
 from .replica import Replica
 from .request import Request
 from .routing import Routing
@@ -40,10 +41,10 @@ class EngineSteps:
     @property
     def runner(self) -> Runner:
         """That of the first replica, like the scheduler, the metrics and the log below."""
-        return self.replicas[0].runner
+        return self.replicas[0].own_runner
 
     @property
-    def runners(self) -> list[Runner]:
+    def runners(self) -> list[Runner | RemoteRunner]:
         """Of all replicas, each once: replicas that step together have one."""
         return list(dict.fromkeys(r.runner for r in self.replicas))
 

@@ -7,12 +7,12 @@ import os
 import pickle
 import threading
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Any
 
 from .child import GONE, Caught, portable, unpickled
 from .lead_runner import Hashing, StateDigest
-from .runner import Hidden, Runner
+from .runner import Hidden, Pending, Runner
 from .team import (
     READY,
     Agree,
@@ -27,6 +27,7 @@ from .team import (
     Load,
     Register,
     Reset,
+    Result,
     Sleep,
     WakeUp,
     WarmUp,
@@ -39,7 +40,7 @@ class Leader:
     """Rank 0 as another rank sees it. The process ends when rank 0 does."""
 
     def __init__(self, commands: Connection, results: Connection):
-        self.results = results
+        self.results, self.lock = results, threading.Lock()
         self.inbox: SimpleQueue[tuple[Any, bytes]] = SimpleQueue()
         threading.Thread(target=_listen, args=(commands, self.inbox), name="octavo-rank-0", daemon=True).start()
 
@@ -58,7 +59,9 @@ class Leader:
         return command, data
 
     def report(self, report: Any) -> None:
-        self.results.send_bytes(pickle.dumps(report))
+        data = pickle.dumps(report)
+        with self.lock:
+            self.results.send_bytes(data)
 
     def least(self, available: int | None) -> int | None:
         """The smallest of all ranks' free memory."""
@@ -68,6 +71,24 @@ class Leader:
     def await_load(self) -> None:
         """Waits until rank 0 has its weights."""
         self.receive(Load)
+
+
+class Results:
+    """Reads what the steps of this rank's replica give, and reports it. In a thread: launches do not wait for that."""
+
+    def __init__(self, leader: Leader):
+        self.leader = leader
+        self.queue: Queue[Pending] = Queue()
+        threading.Thread(target=self._run, name="octavo-results", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            pending = self.queue.get()
+            with Caught() as caught:
+                self.leader.report(Result(pending.result()))
+            if caught.error is not None:
+                self.leader.report(Failed(portable(caught.error)))
+            self.queue.task_done()
 
 
 def _received(data: bytes) -> tuple[Any, bytes]:
@@ -102,10 +123,10 @@ def serve(commands: Connection, results: Connection) -> None:
 
         backend = join.config.backend
         world = World.of_child(join, leader)
-        runner = build_device(join.config, join.weights, world=world).runners[0]
+        runner, reports = build_device(join.config, join.weights, world=world).own, world.reports(join.config)
         del join
         try:
-            follow(leader, runner)
+            follow(leader, runner, reports)
         except SystemExit:
             # threads of gloo do not survive the interpreter's end; JAX's processes part at theirs
             if backend == "torch":
@@ -117,9 +138,13 @@ def serve(commands: Connection, results: Connection) -> None:
         raise SystemExit(1)
 
 
-def follow(leader: Leader, runner: Runner) -> None:
-    """Does as it is told until rank 0 says goodbye, and then leaves the process (SystemExit)."""
+def follow(leader: Leader, runner: Runner, reports: bool = False) -> None:
+    """Does as it is told until rank 0 says goodbye, and then leaves the process (SystemExit).
+
+    `reports`: it also tells what its steps give, since rank 0 is in another replica.
+    """
     leader.report(Done(READY))
+    results = Results(leader) if reports else None
     state, hidden = StateDigest(runner.backend), Hidden(None, {})
     unread: Hashing | None = None
     plan: Any = None
@@ -129,6 +154,8 @@ def follow(leader: Leader, runner: Runner) -> None:
         with Caught() as caught:
             command, data = leader.receive_bytes()
             if isinstance(command, Reset):
+                if results:
+                    results.queue.join()
                 runner.reset()
                 state.plans, unread, failed = 0, None, False
                 leader.report(Done(command.number))
@@ -142,7 +169,9 @@ def follow(leader: Leader, runner: Runner) -> None:
                     runner.embeds[name] = embeds
                 hidden = runner.launch_forward(plan, command.taps)
             elif isinstance(command, Head):
-                runner.launch_head(plan, hidden, command.mask)
+                pending = runner.launch_head(plan, hidden, command.mask)
+                if results:
+                    results.queue.put(pending)
             elif isinstance(command, Check):
                 unread = state.launch(runner, command.step, state.plans)
             elif isinstance(command, Sleep):

@@ -67,8 +67,9 @@ def refuse_unbuilt(config: EngineConfig) -> None:
         if config.num_joint > 1 and config.step_log:
             raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "
                                       "could not be replayed alone")  # fmt: skip
-        if config.backend == "torch" and config.num_joint == 1:
-            raise NotImplementedError(f"data_parallel_size={size} on torch: only `octavo plan` knows of it so far")
+        if config.backend == "torch" and config.num_joint == 1 and config.expert_load_metrics:
+            raise NotImplementedError(f"expert_load_metrics with data_parallel_size={size} on torch: rank 0 counts "
+                                      "those of its own replica alone")  # fmt: skip
         if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
             raise NotImplementedError(f"data_parallel_size={size} with several processes of JAX: leave out "
                                       "distributed_executor_backend")  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from .metrics import EngineMetrics
 from .plan import Plan
 from .routed_experts import RoutedExperts
+from .remote_runner import RemoteRunner
 from .runner import Pending, Runner
 from .scheduler import Scheduler
 from .step_log import StepLog
@@ -24,11 +25,17 @@ class Replica:
 
     index: int
     scheduler: Scheduler
-    runner: Runner
+    runner: Runner | RemoteRunner
     step_log: StepLog | None = None
     metrics: EngineMetrics | None = None
     routed: RoutedExperts | None = None  # where requests are told what they were routed to
     unread: deque[Pending] = field(default_factory=deque)  # the steps in flight, the oldest first
+
+    @property
+    def own_runner(self) -> Runner:
+        """The runner, of a replica that this process has a part in: the first."""
+        assert isinstance(self.runner, Runner)
+        return self.runner
 
     @property
     def is_busy(self) -> bool:

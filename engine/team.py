@@ -13,6 +13,7 @@ import pickle
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -24,6 +25,7 @@ from .config import EngineConfig
 from .errors import DivergenceError, RankLostError
 from .plan import Plan
 from .prompt_embeds import PromptEmbeds
+from .runner import StepResult
 
 # seconds that the others have: to answer, after one has failed alone, and to end
 PATIENCE, GRACE, FAREWELL = 30.0, 3.0, 5.0
@@ -140,6 +142,13 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """What the next step of a replica elsewhere gave."""
+
+    value: StepResult
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     error: BaseException
 
@@ -177,6 +186,7 @@ class Mail:
     """What has come from the others, and what became of them. Shared with the thread that watches."""
 
     peers: tuple[Peer, ...]
+    replica_size: int  # so many ranks in turn are one replica
     abort: Callable[[], None] | None = None  # ends collectives of this process that wait for somebody who is gone
     farewell: Callable[[], None] | None = None  # what all ranks must do together before they end
     lost: str | None = None
@@ -186,9 +196,10 @@ class Mail:
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, BaseException] = field(default_factory=dict)
     digests: dict[int, list[Digest]] = field(default_factory=dict)
+    results: dict[int, deque[StepResult]] = field(default_factory=dict)
     news: threading.Condition = field(default_factory=threading.Condition)
 
-    def take(self, rank: int, report: Here | Done | Digest | Failed) -> None:
+    def take(self, rank: int, report: Here | Done | Digest | Result | Failed) -> None:
         with self.news:
             if isinstance(report, Here):
                 self.here[rank] = report.available
@@ -196,6 +207,10 @@ class Mail:
                 self.done[rank] = report.number
             elif isinstance(report, Digest):
                 self.digests.setdefault(rank, []).append(report)
+            elif isinstance(report, Result):
+                # what follows a step that failed is of no use
+                if rank not in self.failed:
+                    self.results.setdefault(rank, deque()).append(report.value)
             else:
                 self.failed[rank] = report.error
                 # if all failed alike, rank 0 asks for a reset before long
@@ -205,7 +220,8 @@ class Mail:
             self.news.notify_all()
 
     def _failed_alone(self, rank: int, error: BaseException) -> None:
-        if self.failed.get(rank) is error:
+        # of a replica elsewhere, the first rank's error is found where its result is read
+        if self.failed.get(rank) is error and rank - rank % self.replica_size not in self.failed:
             self.lose(f"rank {rank} failed: {type(error).__name__}: {error}", error)
 
     def lose(self, reason: str, cause: BaseException | None = None, kind: type[RankLostError] = RankLostError) -> None:
@@ -243,19 +259,39 @@ def watch(peers: Sequence[Peer], mail: Mail) -> None:
 
 
 class Team:
-    """All ranks but this one. Ends them when it is closed, or dropped.
+    """All ranks but this one, or those of one replica. All are ended when the whole team is closed, or dropped.
 
-    `stage_size` ranks in turn are in one stage of a pipeline, the last stage's first; None: all are.
+    `stage_size` ranks in turn are in one stage of a pipeline, the last stage's first; `replica_size` are in one replica
+    (None: all are). `mail` is that of the whole team, `first` the first rank, where this is a part of one.
     """
 
-    def __init__(self, peers: Sequence[Peer], stage_size: int | None = None):
-        self.peers, self.mail = tuple(peers), Mail(tuple(peers))
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        stage_size: int | None = None,
+        replica_size: int | None = None,
+        *,
+        mail: Mail | None = None,
+        first: int = 0,
+    ):
+        self.peers, self.first = tuple(peers), first
+        self.ranks = {peer.rank for peer in peers}
         self.stage_size = stage_size or len(self.peers) + 1
-        self.thread = threading.Thread(target=watch, args=(self.peers, self.mail), name="octavo-ranks", daemon=True)
-        self.thread.start()
         self.num_orders = READY
         self.own: list[Digest] = []
-        self._finalizer = weakref.finalize(self, dismiss, self.peers, self.mail)
+        if mail is not None:
+            self.mail = mail
+            return
+        self.mail = mail = Mail(self.peers, replica_size or len(self.peers) + 1)
+        self.thread = threading.Thread(target=watch, args=(self.peers, mail), name="octavo-ranks", daemon=True)
+        self.thread.start()
+        self._finalizer = weakref.finalize(self, dismiss, self.peers, mail)
+
+    def part(self, replica: int) -> Team:
+        """The ranks of one replica, but for this one: told, and compared, by themselves."""
+        size = self.mail.replica_size
+        peers = [peer for peer in self.peers if peer.rank // size == replica]
+        return Team(peers, min(size, self.stage_size), mail=self.mail, first=replica * size)
 
     def tell(self, command: Any) -> bytes:
         """Sends all of them a command; returns it as sent. Raises what check does; ValueError if it cannot be sent."""
@@ -273,14 +309,20 @@ class Team:
         """Raises RankLostError if a rank is gone, DivergenceError if ranks are known to differ."""
         if self.mail.lost is not None:
             raise self.mail.kind(
-                f"{self.mail.lost}; the model needs all of its {len(self.peers) + 1} ranks: make a new LLM"
+                f"{self.mail.lost}; the model needs all of its {len(self.mail.peers) + 1} ranks: make a new LLM"
             ) from self.mail.cause
-        while self.own and all(self.mail.digests.get(p.rank) for p in self.peers):
-            found = {0: self.own.pop(0)} | {p.rank: self.mail.digests[p.rank].pop(0) for p in self.peers}
+        while found := self._next_digests():
             for rank, digest in found.items():
-                self._compare(rank, digest, 0, replace(found[0], tokens=digest.tokens))
+                first = self.first
+                self._compare(rank, digest, first, replace(found[first], tokens=digest.tokens))
                 first = rank - rank % self.stage_size
                 self._compare(rank, digest, first, found[first])
+
+    def _next_digests(self) -> dict[int, Digest] | None:
+        """What every rank says of one step; None: not all have."""
+        here = {} if self.first in self.ranks else {0: self.own}
+        said = here | {rank: self.mail.digests.get(rank, []) for rank in sorted(self.ranks)}
+        return {rank: digests.pop(0) for rank, digests in said.items()} if all(said.values()) else None
 
     def _compare(self, rank: int, digest: Digest, other: int, expected: Digest) -> None:
         """Raises DivergenceError if a rank's digest is not what another's makes expect."""
@@ -323,8 +365,9 @@ class Team:
         with mail.news:
             came = mail.news.wait_for(lambda: mail.lost or self._all_done(number), PATIENCE)
             # what they said before
-            mail.failed.clear()
-            mail.digests.clear()
+            for rank in self.ranks:
+                for said in (mail.failed, mail.digests, mail.results):
+                    said.pop(rank, None)
         if not came:
             mail.lose("not all ranks came back from a failed step")
         self.check()
@@ -336,12 +379,21 @@ class Team:
         """Waits while the others are built. Raises the error of one that cannot be."""
         mail = self.mail
         with mail.news:
-            mail.news.wait_for(lambda: mail.lost or mail.failed or condition())
-        if mail.failed:
-            rank, error = next(iter(mail.failed.items()))
-            mail.lose(f"rank {rank} failed", error)
-            raise error
+            mail.news.wait_for(lambda: mail.lost or self.ranks & mail.failed.keys() or condition())
+        for rank in self.ranks & mail.failed.keys():
+            mail.lose(f"rank {rank} failed", mail.failed[rank])
+            raise mail.failed[rank]
         self.check()
+
+    def result(self) -> StepResult:
+        """What the next step of a replica elsewhere gave. Raises the error that its first rank failed with."""
+        mail, rank = self.mail, self.first
+        with mail.news:
+            mail.news.wait_for(lambda: mail.lost or mail.results.get(rank) or rank in mail.failed)
+            if found := mail.results.get(rank):
+                return found.popleft()
+        self.check()
+        raise mail.failed[rank]
 
     def close(self) -> None:
         """Ends the others."""

@@ -44,6 +44,10 @@ class World:
 
         return World(join.rank, join.size, join.rank, client_store(join.meeting), leader=leader)
 
+    def reports(self, config: EngineConfig) -> bool:
+        """Whether this rank tells what the steps of its replica give: the first of one that rank 0 is not in."""
+        return self.rank > 0 and config.num_joint == 1 and self.rank % config.replica_size == 0
+
     def least(self, available: int | None) -> int | None:
         """The smallest of all ranks' free memory."""
         here = self.team or self.leader
@@ -89,7 +93,7 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
         child = Child(f"{__package__}.follower", "serve")
         child.commands.send_bytes(data)
         peers.append(Peer(rank, child.commands, child.results, child))
-    team = Team(peers, _stage_size(config))
+    team = Team(peers, _stage_size(config), config.replica_size)
     if config.backend == "jax":
         start(meeting, 0, size, config.device)
         team.mail.farewell = leave
@@ -120,7 +124,7 @@ def _launched_world(config: EngineConfig, rank: int, num_processes: int, local_r
         board.write(pickle.dumps((listener.address, key)))
         lines = [listener.accept() for _ in range(num_processes - 1)]
     peers = [Peer(pickle.loads(line.recv_bytes()), line, line) for line in lines]
-    team = Team(sorted(peers, key=lambda peer: peer.rank), _stage_size(config))
+    team = Team(sorted(peers, key=lambda peer: peer.rank), _stage_size(config), config.replica_size)
     return World(0, num_processes, local_rank, board.store, team=team)
 
 

@@ -33,7 +33,7 @@ def _launched(count: int) -> tuple[tuple[Peer, ...], list[Connection]]:
 
 def test_one_that_ends_ends_the_watch_of_all() -> None:
     peers, (first, second) = _launched(2)
-    mail = Mail(peers)
+    mail = Mail(peers, len(peers) + 1)
     first.close()
     watch(peers, mail)
     assert mail.lost == "rank 1 has ended"
@@ -43,7 +43,7 @@ def test_one_that_ends_ends_the_watch_of_all() -> None:
 
 def test_launched_ranks_hear_that_the_team_is_lost_while_they_are_watched() -> None:
     peers, (there,) = _launched(1)
-    mail = Mail(peers)
+    mail = Mail(peers, len(peers) + 1)
     watching = threading.Thread(target=watch, args=(peers, mail), daemon=True)
     watching.start()
     # the thread is in its wait once it has taken this in
