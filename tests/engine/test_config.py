@@ -124,13 +124,12 @@ REFUSED = {
     "arguments",
     [
         {"pipeline_parallel_size": 2, "backend": "jax"},
-        {"data_parallel_size": 2, "backend": "torch"},
-        {"pipeline_parallel_size": 2, "data_parallel_size": 2, "backend": "torch"},
+        {"data_parallel_size": 2, "backend": "jax", "distributed_executor_backend": "mp"},
     ],
     ids=str,
 )
 def test_what_can_only_be_planned_is_refused_by_name(arguments):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(arguments))}.*octavo plan"):
+    with pytest.raises(NotImplementedError, match=next(iter(arguments))):
         build(engine_config("m", **arguments))
 
 

@@ -100,6 +100,7 @@ def test_experts_shared_out_over_two_devices() -> None:
 
 # experts over tp x dp: tensor_parallel_size, and the rest
 JOINT = [(1, {"data_parallel_size": 2}), (2, {"data_parallel_size": 2}), (1, {"data_parallel_size": 4})]
+DP = {"data_parallel_size": 2}
 CASES = [
     ("dense", 4, {}),
     ("moe", 8, {}),
@@ -112,6 +113,8 @@ CASES = [
     ("six", 4, EP | {"data_parallel_size": 2}),
     ("moe", 2, EP | TURNS | {"data_parallel_size": 4}),
     ("moe", 1, EP | {"data_parallel_size": 8}),
+    ("dense", 2, DP),
+    ("moe", 1, DP | {"data_parallel_size": 4}),
 ]
 PP = {"pipeline_parallel_size": 2}
 TORCH = [
@@ -124,6 +127,10 @@ TORCH = [
     ("six", 4, EP),
     *(("moe", tp, EP | dp) for tp, dp in JOINT),
     ("six", 2, EP | TURNS | {"data_parallel_size": 2}),
+    ("dense", 2, DP),
+    ("dense", 1, DP | {"data_parallel_size": 4}),
+    ("moe", 1, DP | {"data_parallel_routing": "prefix"}),
+    ("dense", 1, DP | PP),
 ]
 
 

@@ -14,12 +14,28 @@ from typing import Any
 
 import jax  # noqa: F401
 import pytest
-from tiny import engine
+from tiny import PROMPTS, engine, tokens
 
+from octavo.engine import SamplingParams
 from octavo.engine.errors import DivergenceError
 from octavo.engine.follower import Leader, follow
 from octavo.engine.lead_runner import LeadRunner, uninterrupted
-from octavo.engine.team import Bye, Check, Digest, Done, Failed, Forward, Mail, Peer, Register, Reset, Team, watch
+from octavo.engine.team import (
+    Bye,
+    Check,
+    Digest,
+    Done,
+    Failed,
+    Forward,
+    Head,
+    Mail,
+    Peer,
+    Register,
+    Reset,
+    Result,
+    Team,
+    watch,
+)
 from octavo.models.logit_edits import LogitsProcessor
 
 PATIENCE = 20.0  # seconds
@@ -62,17 +78,17 @@ def test_launched_ranks_hear_that_the_team_is_lost_while_they_are_watched() -> N
 class Rank:
     """Follows on a thread, with a real runner; told and heard through pipes as rank 0 would."""
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, reports: bool = False):
         theirs_in, self.commands = Pipe(duplex=False)
         self.results, theirs_out = Pipe(duplex=False)
         leader = Leader(theirs_in, theirs_out)
-        self.thread = threading.Thread(target=self._follow, args=(leader, runner), daemon=True)
+        self.thread = threading.Thread(target=self._follow, args=(leader, runner, reports), daemon=True)
         self.thread.start()
 
-    def _follow(self, leader: Leader, runner: Any) -> None:
+    def _follow(self, leader: Leader, runner: Any, reports: bool) -> None:
         # how it leaves its process
         with contextlib.suppress(SystemExit):
-            follow(leader, runner)
+            follow(leader, runner, reports)
 
     def tell(self, *commands: Any) -> None:
         for command in commands:
@@ -174,3 +190,31 @@ def test_what_cannot_be_sent_registers_nowhere() -> None:
     with pytest.raises(ValueError, match=r"this cannot be sent to the other ranks' processes: .*lambda"):
         runner.register(processor)
     assert runner.processors == ()
+
+
+def test_a_rank_reports_what_its_steps_give() -> None:
+    pytest.importorskip("torch")
+    llm = engine(backend="torch")
+    follower = engine(backend="torch")
+    rank = Rank(follower.runner, reports=True)
+    assert rank.hear() == Done(0)
+    told: list[Any] = []
+    launch = llm.runner.launch
+
+    def watched(plan: Any, mask: Any = None) -> Any:
+        rank.tell(Forward(plan, (), {}), Head(mask))
+        pending = launch(plan, mask)
+        told.append(pending)
+        return pending
+
+    llm.runner.launch = watched
+    tokens(llm, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=5))
+    assert len(told) > 4
+    for pending in told:
+        heard = rank.hear()
+        assert isinstance(heard, Result) and heard.value.token_ids == pending.result().token_ids
+    # one that cannot be read is told as an error, and nothing is left behind once it starts anew
+    rank.tell(Forward(None, (), {}), Reset(1))
+    assert isinstance(rank.hear(), Failed) and rank.hear() == Done(1)
+    rank.tell(Bye())
+    rank.thread.join(PATIENCE)
