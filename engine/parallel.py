@@ -52,9 +52,6 @@ def refuse_unbuilt(config: EngineConfig) -> None:
     if (size := config.pipeline_parallel_size) > 1:
         if config.backend != "torch":
             raise NotImplementedError(f"pipeline_parallel_size={size} on jax: only `octavo plan` knows of it so far")
-        if (replicas := config.data_parallel_size) > 1:
-            raise NotImplementedError(f"pipeline_parallel_size={size} with data_parallel_size={replicas}: only `octavo "
-                                      "plan` knows of it so far")  # fmt: skip
         if config.enable_sp:
             raise NotImplementedError(f"enable_sp with pipeline_parallel_size={size}: stages hand on whole hidden rows")
         if config.expert_load_metrics:
