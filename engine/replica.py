@@ -8,8 +8,8 @@ from typing import Any
 
 from .metrics import EngineMetrics
 from .plan import Plan
-from .routed_experts import RoutedExperts
 from .remote_runner import RemoteRunner
+from .routed_experts import RoutedExperts
 from .runner import Pending, Runner
 from .scheduler import Scheduler
 from .step_log import StepLog
