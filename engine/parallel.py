@@ -54,9 +54,11 @@ def refuse_unbuilt(config: EngineConfig) -> None:
             raise NotImplementedError(f"pipeline_parallel_size={size} on jax: only `octavo plan` knows of it so far")
         if config.enable_sp:
             raise NotImplementedError(f"enable_sp with pipeline_parallel_size={size}: stages hand on whole hidden rows")
-        if config.expert_load_metrics:
-            raise NotImplementedError(f"expert_load_metrics with pipeline_parallel_size={size}: rank 0 counts those "
-                                      "of the last stage alone")  # fmt: skip
+        for name in ("expert_load_metrics", "enable_return_routed_experts"):
+            if getattr(config, name):
+                raise NotImplementedError(
+                    f"{name} with pipeline_parallel_size={size}: rank 0 sees the last stage alone"
+                )
     if (size := config.data_parallel_size) > 1:
         if config.num_joint > 1 and config.pipeline_parallel_size > 1:
             raise NotImplementedError(f"pipeline_parallel_size={config.pipeline_parallel_size} with experts shared out "

@@ -208,5 +208,6 @@ def test_what_a_pipeline_does_not_show_is_refused_by_name() -> None:
     (found,) = llm.hidden_states(PROMPTS[:1], layers=[-1])
     (one,) = engine(TINY, backend="torch").hidden_states(PROMPTS[:1], layers=[-1])
     np.testing.assert_allclose(found.hidden_states[-1], one.hidden_states[-1], rtol=0, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="expert_load_metrics with pipeline_parallel_size=2"):
-        make(expert_load_metrics=True)
+    for name in ("expert_load_metrics", "enable_return_routed_experts"):
+        with pytest.raises(NotImplementedError, match=f"{name} with pipeline_parallel_size=2"):
+            make(**{name: True})
