@@ -98,9 +98,17 @@ def test_experts_shared_out_over_two_devices() -> None:
     check("moe", "jax", 2, EP)
 
 
-# experts over tp x dp: tensor_parallel_size, and the rest
-JOINT = [(1, {"data_parallel_size": 2}), (2, {"data_parallel_size": 2}), (1, {"data_parallel_size": 4})]
 DP = {"data_parallel_size": 2}
+# experts over tp x dp, on 2, 4 and 8 devices
+JOINT = [
+    ("moe", 1, EP | {"data_parallel_size": 2}),
+    ("moe", 1, EP | {"data_parallel_size": 4}),
+    ("six", 2, EP | TURNS | {"data_parallel_size": 2}),
+]
+LARGE_JOINT = [
+    ("six", 4, EP | {"data_parallel_size": 2}),
+    ("moe", 2, EP | TURNS | {"data_parallel_size": 4}),
+]
 CASES = [
     ("dense", 4, {}),
     ("moe", 8, {}),
@@ -108,11 +116,8 @@ CASES = [
     ("moe", 8, EP),
     ("moe", 4, EP | TURNS),
     ("six", 4, EP | TURNS),
-    *(("moe", tp, EP | dp) for tp, dp in JOINT),
-    ("six", 2, EP | TURNS | {"data_parallel_size": 2}),
-    ("six", 4, EP | {"data_parallel_size": 2}),
-    ("moe", 2, EP | TURNS | {"data_parallel_size": 4}),
-    ("moe", 1, EP | {"data_parallel_size": 8}),
+    *JOINT,
+    *LARGE_JOINT,
     ("dense", 2, DP),
     ("moe", 1, DP | {"data_parallel_size": 4}),
 ]
@@ -125,8 +130,7 @@ TORCH = [
     ("moe", 2, EP),
     ("moe", 4, EP | TURNS),
     ("six", 4, EP),
-    *(("moe", tp, EP | dp) for tp, dp in JOINT),
-    ("six", 2, EP | TURNS | {"data_parallel_size": 2}),
+    *JOINT,
     ("dense", 2, DP),
     ("dense", 1, DP | {"data_parallel_size": 4}),
     ("moe", 1, DP | {"data_parallel_routing": "prefix"}),
