@@ -77,8 +77,7 @@ class JointRunner(Runner):
             step_input(p, tables, self.shapes, self.block_size, self.embeds) if p else nobody
             for p, tables in zip(plan.plans, self.tables_of, strict=True)
         ]
-        counted = self.expert_load.taps if self.expert_load else ()
-        steps[0] = replace(steps[0], taps=union((steps[0].taps, taps, counted)))
+        steps[0] = replace(steps[0], taps=union((steps[0].taps, taps, self.taps)))
         return self._run_forward(self.replicas.stack(alike_steps(steps, self.shapes, self.scratch)))
 
     def launch_head(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,8 +87,11 @@ class JointRunner(Runner):
         if any(p and p.sampled for p in plan.plans):
             output = self._sample_all(plan, hidden.last_RE, masks or [None] * self.replicas.num)
         reads = self._read_all(plan, hidden) if any(p and p.reads for p in plan.plans) else [None] * len(plan.plans)
+        if (routed := hidden.routed) is not None:
+            routed = self.gathered(routed)
+            self.backend.prefetch(routed)
         return [
-            p and Pending(p, output if p.sampled else None, reader, own)
+            p and Pending(p, output if p.sampled else None, reader, own, routed)
             for p, reader, own in zip(plan.plans, self.readers, reads, strict=True)
         ]
 

@@ -50,9 +50,17 @@ def test_experts_come_through_chunks_hits_preemptions_and_forks(backend: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("more", [{"enable_expert_parallel": True, "enable_sp": True}, {}], ids=["ep-sp", "tp"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_sp": True},
+        {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+    ],
+    ids=["ep-sp", "tp", "ep-dp"],
+)
 def test_experts_of_devices_that_share_a_model(backend: str, more: dict[str, Any]) -> None:
-    llm = engine(backend=backend, tensor_parallel_size=2, **more)
+    llm = engine(backend=backend, **more)
     assert_oracles(llm.generate(PROMPTS[2:5], GREEDY, use_tqdm=False))
     llm.shutdown()
 
