@@ -88,11 +88,6 @@ def test_nobody_is_told_unasked() -> None:
 WINDOWS = Mixture(8, 24, (0, 2, 3), Routing(2, normalise=True))
 REFUSED = {
     "dense": ({"model": tiny.spec_of(tiny.TINY)}, ValueError, "the model 'llama' has no experts"),
-    "joint": (
-        {"data_parallel_size": 2, "enable_expert_parallel": True},
-        NotImplementedError,
-        "replicas that share experts",
-    ),
     "streaming": ({"layout": "streaming_llm"}, NotImplementedError, "every layer forgets tokens"),
     "windows": (
         {"model": qwen3_moe.spec(replace(tiny_moe.CONFIG, windows=(8,) * 4), WINDOWS)},
