@@ -43,7 +43,7 @@ from .routed_experts import RoutedExperts
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .stage_runner import LeadStage, StageRunner
+from .stage_runner import JointStage, LeadJointStage, LeadStage, StageRunner
 from .step_log import StepLog
 from .team import Team
 from .tokenizer import Tokenizer, load_tokenizer
@@ -178,7 +178,7 @@ def runner_of(config: EngineConfig, world: World | None) -> Any:
     """The kind of Runner that this process needs."""
     kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
     if config.pipeline_parallel_size > 1:
-        kind, leading = StageRunner, LeadStage
+        kind, leading = (JointStage, LeadJointStage) if config.num_joint > 1 else (StageRunner, LeadStage)
     team = world and world.team
     if team and config.num_joint == 1:
         team = team.part(0)

@@ -60,9 +60,6 @@ def refuse_unbuilt(config: EngineConfig) -> None:
                     f"{name} with pipeline_parallel_size={size}: rank 0 sees the last stage alone"
                 )
     if (size := config.data_parallel_size) > 1:
-        if config.num_joint > 1 and config.pipeline_parallel_size > 1:
-            raise NotImplementedError(f"pipeline_parallel_size={config.pipeline_parallel_size} with experts shared out "
-                                      "over replicas: these step together, and stages do not")  # fmt: skip
         if config.num_joint > 1 and config.step_log:
             raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "
                                       "could not be replayed alone")  # fmt: skip

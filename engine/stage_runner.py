@@ -19,6 +19,8 @@ from ..models.interface import ArraySpec, CacheLayout, ModelSpec, StepInput
 from ..models.logit_edits import LogitsProcessor
 from ..models.stage import HIDDEN, with_rows_from_before
 from .batch import token_input
+from .joint_batch import JointPlan
+from .joint_runner import JointRunner
 from .lead_runner import LeadRunner, uninterrupted
 from .plan import Plan
 from .runner import Hidden, Pending, Runner, StepResult
@@ -51,9 +53,13 @@ class StageRunner(Runner):
     def prepare(self, plan: Plan) -> None:
         super().prepare(plan)
         # only the first stage looks tokens up, and it has sampled none
-        if plan.tokens and self.is_first:
-            found = token_input(plan.tokens, self.shapes, self.scratch)
+        if self.is_first and (tokens := self._tokens(plan)):
+            found = token_input(tokens, self.shapes, self.scratch)
             self.cache = step.with_rows(self.cache, self.put(self.cache.rows, *found))
+
+    def _tokens(self, plan: Any) -> tuple[tuple[int, int, int], ...]:
+        """What a plan says was sampled."""
+        return plan.tokens
 
     def reset(self) -> None:
         if self.has_begun:
@@ -112,10 +118,12 @@ class Unbegun(Pending):
     """A step of which this rank has perhaps not begun its part."""
 
     later: Later | None = None
+    replica: int | None = None  # of those that step together
 
     def result(self) -> StepResult:
         assert self.later
-        return self.later.result().result()
+        found = self.later.result()
+        return (found if self.replica is None else found[self.replica]).result()
 
 
 class LeadStage(LeadRunner, StageRunner):
@@ -133,14 +141,16 @@ class LeadStage(LeadRunner, StageRunner):
             return super().launch_forward(plan, taps)
         with uninterrupted():
             self.tell_forward(plan, taps)
-        return Later(self.waiting, partial(StageRunner.launch_forward, self, plan, taps))
+        return Later(self.waiting, partial(super(LeadRunner, self).launch_forward, plan, taps))
 
-    def launch_head(self, plan: Plan, hidden: Any, mask: np.ndarray | None = None) -> Pending:
+    def launch_head(self, plan: Plan, hidden: Any, mask: np.ndarray | None = None) -> Any:
         if not self.puts_off:
             return super().launch_head(plan, hidden, mask)
         with uninterrupted():
             plans = self.tell_head(plan, mask)
-        later = Later(self.waiting, partial(self._run_head, plan, hidden, mask, plans))
+        return self._unbegun(plan, Later(self.waiting, partial(self._run_head, plan, hidden, mask, plans)))
+
+    def _unbegun(self, plan: Any, later: Later) -> Any:
         return Unbegun(plan, None, self.backend, later=later)
 
     def register(self, processor: LogitsProcessor) -> None:
@@ -152,11 +162,26 @@ class LeadStage(LeadRunner, StageRunner):
         self.waiting.clear()
         super().reset()
 
-    def _run_head(self, plan: Plan, hidden: Later, mask: np.ndarray | None, plans: int | None) -> Pending:
-        pending = StageRunner.launch_head(self, plan, hidden.result(), mask)
+    def _run_head(self, plan: Plan, hidden: Later, mask: np.ndarray | None, plans: int | None) -> Any:
+        pending = super(LeadRunner, self).launch_head(plan, hidden.result(), mask)
         self.hash_state(plan, plans)
         return pending
 
     def _catch_up(self) -> None:
         if self.waiting:
             self.waiting[-1].result()
+
+
+class JointStage(StageRunner, JointRunner):
+    """A stage of replicas that step together: experts meet in it, hidden rows stay in their replica."""
+
+    def _tokens(self, plan: JointPlan) -> tuple[tuple[int, int, int], ...]:
+        own = self.replicas.stack(plan.plans)
+        return own.tokens if own else ()
+
+
+class LeadJointStage(LeadStage, JointStage):
+    """Rank 0 of those."""
+
+    def _unbegun(self, plan: JointPlan, later: Later) -> list[Pending | None]:
+        return [p and Unbegun(p, None, self.backend, later=later, replica=i) for i, p in enumerate(plan.plans)]

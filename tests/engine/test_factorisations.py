@@ -135,6 +135,7 @@ TORCH = [
     ("dense", 1, DP | {"data_parallel_size": 4}),
     ("moe", 1, DP | {"data_parallel_routing": "prefix"}),
     ("dense", 1, DP | PP),
+    ("moe", 1, EP | DP | PP),
 ]
 
 

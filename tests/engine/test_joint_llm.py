@@ -129,7 +129,6 @@ def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 with experts shared out"),
         ({"backend": "jax", "distributed_executor_backend": "mp"}, "several processes of JAX"),
         ({"step_log": "/dev/null"}, "step_log"),
     ],
