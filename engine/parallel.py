@@ -52,8 +52,6 @@ def refuse_unbuilt(config: EngineConfig) -> None:
     if (size := config.pipeline_parallel_size) > 1:
         if config.backend != "torch":
             raise NotImplementedError(f"pipeline_parallel_size={size} on jax: only `octavo plan` knows of it so far")
-        if config.enable_sp:
-            raise NotImplementedError(f"enable_sp with pipeline_parallel_size={size}: stages hand on whole hidden rows")
         for name in ("expert_load_metrics", "enable_return_routed_experts"):
             if getattr(config, name):
                 raise NotImplementedError(

@@ -39,9 +39,9 @@ if is_follower():
     # a process of another rank has read SPY
     plain = follower.follow
 
-    def follow(leader: follower.Leader, runner: Any) -> None:
+    def follow(leader: follower.Leader, runner: Any, *more: Any) -> None:
         try:
-            plain(leader, runner)
+            plain(leader, runner, *more)
         finally:
             rank = runner.backend.mesh.rank
             Path(os.environ[FOLDER], f"{rank}.json").write_text(json.dumps(held(runner)))

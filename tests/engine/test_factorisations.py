@@ -124,7 +124,7 @@ CASES = [
 PP = {"pipeline_parallel_size": 2}
 TORCH = [
     ("dense", 4, {}),
-    ("dense", 2, PP),
+    ("dense", 2, PP | {"enable_sp": True}),
     ("moe", 1, PP),
     ("moe", 2, EP | PP),
     ("moe", 2, EP),
