@@ -31,9 +31,7 @@ def executor(name: str, value: Any) -> str:
 
 PARALLELISM = (
     Argument("tensor_parallel_size", "int", 1, "devices that share each layer: docs/parallel.md", integers(1)),
-    Argument(
-        "pipeline_parallel_size", "int", 1, "stages that share the layers; `octavo plan` alone on jax", integers(1)
-    ),
+    Argument("pipeline_parallel_size", "int", 1, "stages, each with devices and layers of its own", integers(1)),
     Argument(
         "data_parallel_size",
         "int",

@@ -192,6 +192,10 @@ class JaxBackend:
             return jax.make_array_from_callback(own.shape, self.sharding(spec), lambda part: own[part])
         return jax.device_put(own, self.sharding(spec))
 
+    def bring(self, x: jax.Array) -> jax.Array:
+        """x of another backend's devices on all of this one's, as soon as it is there: nobody waits."""
+        return jax.device_put(x, jax.NamedSharding(self.mesh, jax.P()))
+
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """x placed, then repacked as products like it."""
         return self.ops.prepare(self.place(x, spec), spec)

@@ -8,8 +8,7 @@ import os
 import platform
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,15 @@ from ..models.interface import CacheLayout, ModelSpec, leaves
 from ..models.keeps import keeps_of
 from ..models.prompt_embeds import with_prompt_embeds
 from ..models.registry import spec_from_hf
-from ..models.stage import stage_of
-from .backend import Backend, device_memory, find_platform, get_backend
-from .batch import Shapes
+from .backend import Backend, device_memory, find_platform
 from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
 from .devices import stage_layers
 from .follower import follow
 from .grammar_worker import grammar_library
-from .joint_runner import JointRunner, LeadJointRunner
 from .json_file import read_json
 from .layout_names import layout_text
-from .lead_runner import LeadRunner
 from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
@@ -41,9 +36,9 @@ from .remote_runner import RemoteRunner
 from .replica import Replica
 from .routed_experts import RoutedExperts
 from .runner import Runner
+from .runners import backends_of, runner_on
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .stage_runner import JointStage, LeadJointStage, LeadStage, StageRunner
 from .step_log import StepLog
 from .team import Team
 from .tokenizer import Tokenizer, load_tokenizer
@@ -107,6 +102,8 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
     rank 0 does until that ends, and then leaves the process (SystemExit).
     """
     refuse_unbuilt(config)
+    if backend and config.pipeline_parallel_size > 1:
+        raise NotImplementedError("pipeline_parallel_size on a backend of one's own: each stage needs one")
     world = None if backend else join(config, weights)
     try:
         device = build_device(config, weights, backend, world)
@@ -134,55 +131,23 @@ def build_device(
     options = backend_options(config, world)
     device = find_platform(config.backend, config.device)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
-    backend = backend or get_backend(config.backend, options | {"dtype": config.dtype})
-    available = host_memory(config) if device == "cpu" else backend.free_memory()
+    backends: list[Any] = [backend] if backend else backends_of(config, options)
+    on: Backend = backends[-1]
+    available = host_memory(config) if device == "cpu" else on.free_memory()
     available = world.least(available) if world else available
-    plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=backend.total_memory())
+    plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=on.total_memory())
     stage = stage_layers(config, model, world and world.rank)
-    source = WeightsSource(config, given, model, checkpoint, backend, world, stage)
-    runners: list[Any] = [_runner(source, weights, plan)]
+    source = WeightsSource(config, given, model, checkpoint, on, world, stage)
+    masks = _has_tokenizer(config, checkpoint) and grammar_library() is not None
+    runners: list[Any] = [runner_on(backends, source, weights, plan, masks)]
     if world and world.team and config.num_joint == 1:
         parts = [world.team.part(replica) for replica in range(1, config.data_parallel_size)]
         runners += [RemoteRunner(part, config.state_check_interval) for part in parts]
     if config.backend == "jax" and world is None:
         for replica in range(1, config.data_parallel_size // config.num_joint):
-            other = get_backend("jax", backend_options(config, world, replica) | {"dtype": config.dtype})
-            runners.append(_runner(replace(source, backend=other), weights, plan))
-    return Device(config, checkpoint, model, backend, plan, runners)
-
-
-def _runner(source: WeightsSource, weights: Any, plan: MemoryPlan) -> Runner:
-    """The model with its weights on the devices of a backend."""
-    config, model, backend = source.config, source.model, source.backend
-    runner = runner_of(config, source.world)(
-        backend,
-        model if source.stage is None else stage_of(model, source.stage),
-        config.layout,
-        source.first(weights),
-        num_blocks=plan.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        shapes=_shapes(config, plan, model, backend),
-        digest=config.step_log is not None,
-        processors=config.logits_processors,
-        logprobs_mode=config.logprobs_mode,
-        masks=_has_tokenizer(config, source.checkpoint) and grammar_library() is not None,
-        expert_load=config.expert_load_metrics,
-        routed=config.enable_return_routed_experts,
-    )
-    runner.source = source
-    return runner
-
-
-def runner_of(config: EngineConfig, world: World | None) -> Any:
-    """The kind of Runner that this process needs."""
-    kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
-    if config.pipeline_parallel_size > 1:
-        kind, leading = (JointStage, LeadJointStage) if config.num_joint > 1 else (StageRunner, LeadStage)
-    team = world and world.team
-    if team and config.num_joint == 1:
-        team = team.part(0)
-    return partial(leading, team, config.state_check_interval) if team and team.peers else kind
+            others = backends_of(config, backend_options(config, world, replica))
+            runners.append(runner_on(others, source, weights, plan, masks))
+    return Device(config, checkpoint, model, on, plan, runners)
 
 
 def _parts(device: Device, world: World | None) -> Parts:
@@ -278,34 +243,6 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer
     if not _has_tokenizer(config, checkpoint):
         return None
     return checkpoint.tokenizer() if checkpoint else load_tokenizer(Path(str(config.tokenizer)))
-
-
-def _shapes(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, backend: Backend) -> Shapes:
-    cache = _cache_of_ops(config.layout, model)
-    return Shapes.chain(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        plan.max_model_len,
-        config.block_size,
-        model.vocab_size,
-        max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
-        exact=backend.eager,
-        graph_tokens=backend.graph_tokens,
-        joined_seqs=backend.joined_seqs,
-        any_width=backend.any_width(model.attention, *cache) if cache else False,
-        shared_prefixes=cache is not None
-        and not config.disable_cascade_attn
-        and config.num_joint == 1
-        and backend.shares_prefixes(model.attention, *cache),
-    )
-
-
-def _cache_of_ops(layout: CacheLayout, model: ModelSpec) -> tuple[str | None, bool] | None:
-    """The dtype of the cache that ops.attention will read, and whether it has scales; None: the layout gathers."""
-    if getattr(layout, "gathers", not hasattr(layout, "order")):
-        return None
-    cache = layout.spec(model.attention[0], 1)
-    return cache["k"].dtype, "k_scale" in cache
 
 
 def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Scheduler:
@@ -421,6 +358,6 @@ def _log_header(config: EngineConfig, plan: MemoryPlan, runner: Runner) -> dict[
 def _checksum(runner: Runner) -> int:
     """CRC-32 of all weights as placed, one leaf at a time: of another checkpoint, or dtype, it is another."""
     crc = 0
-    for leaf in leaves(runner.weights):
+    for leaf in (leaf for stage in runner.stages for leaf in leaves(stage.weights)):
         crc = zlib.crc32(runner.backend.read(leaf).tobytes(), crc)
     return crc

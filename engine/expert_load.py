@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..models.interface import Array, ArraySpec, Mixture
@@ -38,6 +38,16 @@ class ExpertLoad:
         """Of each layer, the mean load of its experts beside the greatest: 1 is even, 1 / experts is all in one."""
         loads = zip(self.layers, self.read(), strict=True)
         return {str(n): sum(load) / len(load) / max(load) if any(load) else 1.0 for n, load in loads}
+
+
+class ExpertLoads(ExpertLoad):
+    """Those of several stages, to be read as one."""
+
+    def __init__(self, parts: Sequence[ExpertLoad]):
+        self.parts, self.layers = parts, tuple(n for part in parts for n in part.layers)
+
+    def read(self) -> list[list[int]]:
+        return [layer for part in self.parts for layer in part.read()]
 
 
 def count(counts_LX: Array, experts: tuple[Array, ...], *, ops: Any) -> Array:

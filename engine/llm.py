@@ -79,7 +79,7 @@ class LLM(Sleeps):
         if not self.config.disable_log_stats:
             for r in self.replicas:
                 # those that step together count the tokens of all
-                counted = r.runner.expert_load if self.config.num_joint == 1 or r.index == 0 else None
+                counted = r.runner.load_of_all if self.config.num_joint == 1 or r.index == 0 else None
                 r.metrics = EngineMetrics(r.scheduler, expert_load=counted)
         watched = [r.metrics for r in self.replicas if r.metrics]
         self.stats = StatsLogger(watched) if watched else None

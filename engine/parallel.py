@@ -50,13 +50,16 @@ def _fits(config: EngineConfig, model: ModelSpec) -> bool:
 def refuse_unbuilt(config: EngineConfig) -> None:
     """Raises NotImplementedError for what can be planned and not be run."""
     if (size := config.pipeline_parallel_size) > 1:
-        if config.backend != "torch":
-            raise NotImplementedError(f"pipeline_parallel_size={size} on jax: only `octavo plan` knows of it so far")
-        for name in ("expert_load_metrics", "enable_return_routed_experts"):
-            if getattr(config, name):
-                raise NotImplementedError(
-                    f"{name} with pipeline_parallel_size={size}: rank 0 sees the last stage alone"
-                )
+        if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
+            raise NotImplementedError(f"pipeline_parallel_size={size} with several processes of JAX: leave out "
+                                      "distributed_executor_backend")  # fmt: skip
+        if config.backend == "jax" and config.num_joint > 1:
+            raise NotImplementedError(f"pipeline_parallel_size={size} on JAX with experts shared out over replicas")
+        if config.enable_return_routed_experts or (config.backend == "torch" and config.expert_load_metrics):
+            name = "enable_return_routed_experts" if config.enable_return_routed_experts else "expert_load_metrics"
+            raise NotImplementedError(
+                f"{name} with pipeline_parallel_size={size}: the last stage sees its own experts alone"
+            )
     if (size := config.data_parallel_size) > 1:
         if config.num_joint > 1 and config.step_log:
             raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "

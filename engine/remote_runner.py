@@ -32,7 +32,7 @@ class RemotePending(Pending):
 class RemoteRunner:
     """Told what a Runner is told. `team`: the replica's ranks; `every` as LeadRunner's."""
 
-    expert_load = None  # counted where the replica is
+    load_of_all = None  # counted where the replica is
 
     def __init__(self, team: Team, every: int):
         team.await_ready()

@@ -268,6 +268,16 @@ class Runner:
             self._empty()
 
     @property
+    def stages(self) -> tuple[Runner, ...]:
+        """The Runners of all stages that this process has, the last one behind the others."""
+        return (self,)
+
+    @property
+    def load_of_all(self) -> ExpertLoad | None:
+        """The load of all stages' experts."""
+        return self.expert_load
+
+    @property
     def has_cache(self) -> bool:
         """Whether there is a cache: not once `reset` has failed."""
         return "cache" in vars(self)

@@ -7,59 +7,38 @@ stage; what that one samples the first learns with a later step, from rank 0, wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..models import step
-from ..models.interface import ArraySpec, CacheLayout, ModelSpec, StepInput
+from ..models.interface import Array, StepInput
 from ..models.logit_edits import LogitsProcessor
 from ..models.stage import HIDDEN, with_rows_from_before
-from .batch import token_input
 from .joint_batch import JointPlan
 from .joint_runner import JointRunner
 from .lead_runner import LeadRunner, uninterrupted
+from .pipeline import Stage
 from .plan import Plan
-from .runner import Hidden, Pending, Runner, StepResult
-from .warm_up import Call, forwards, heads, updates
+from .runner import Hidden, Pending, StepResult
 
 AXIS = "pp"
 
 
-class StageRunner(Runner):
+class StageRunner(Stage):
     """Runs its layers between receiving hidden rows and sending them; the head, if it is the last stage."""
 
     has_begun = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.mesh = mesh = self.backend.ops.mesh
-        self.is_first, self.is_last = mesh.place[AXIS] == 0, mesh.place[AXIS] == mesh.shape[AXIS] - 1
-        self.put = self.backend.compile(step.put_tokens, ("rows", "at", "places", "tokens"), ("rows",), "rows")
+        self.mesh = self.backend.ops.mesh
         if not self.is_first:
             # what is received lands here, outside of what a CUDA graph records
-            room = (self.shapes.tokens[-1], *self.model.extra[HIDDEN].shape)
-            self.received = self.backend.zeros(ArraySpec(room, (None, None)))
+            self.received = super().room(self.shapes.tokens[-1])
         self.has_begun = True
-
-    def use(self, model: ModelSpec, layout: CacheLayout) -> None:
-        super().use(model, layout)
-        run, outs = partial(step.forward_stage, model=model, layout=layout), ("rows_of_all", "cache")
-        self.forward_stage = self.backend.compile(run, ("weights", "cache", "inputs"), outs, "cache")
-
-    def prepare(self, plan: Plan) -> None:
-        super().prepare(plan)
-        # only the first stage looks tokens up, and it has sampled none
-        if self.is_first and (tokens := self._tokens(plan)):
-            found = token_input(tokens, self.shapes, self.scratch)
-            self.cache = step.with_rows(self.cache, self.put(self.cache.rows, *found))
-
-    def _tokens(self, plan: Any) -> tuple[tuple[int, int, int], ...]:
-        """What a plan says was sampled."""
-        return plan.tokens
 
     def reset(self) -> None:
         if self.has_begun:
@@ -71,24 +50,12 @@ class StageRunner(Runner):
             return super().launch_head(plan, hidden, mask)
         return Pending(plan, None, self.backend)
 
-    def every_call(self) -> Iterator[Call]:
-        yield from updates(self)
-        for n in self.shapes.admitted if self.is_first else ():
-            yield self.put, (self.cache.rows, *token_input(((self.scratch, 0, 0),) * n, self.shapes, self.scratch))
-        for program, (weights, cache, inputs) in forwards(self):
-            inputs = inputs if self.is_first else self._with_rows(inputs)
-            yield program if self.is_last else self.forward_stage, (weights, cache, inputs)
-        if self.is_last:
-            yield from heads(self)
-            yield from self.read_head.calls(self.weights, self.cache.rows, self.own)
-
-    def _with_rows(self, inputs: StepInput) -> StepInput:
-        """The step with the place where hidden rows are received."""
-        return with_rows_from_before(inputs, self.received[: inputs.num_tokens])
+    def room(self, num_tokens: int) -> Array:
+        return self.received[:num_tokens]
 
     def _run_forward(self, inputs: StepInput) -> Hidden:
         if not self.is_first:
-            inputs = self._with_rows(inputs)
+            inputs = with_rows_from_before(inputs, self.room(inputs.num_tokens))
             self.mesh.receive(inputs.extra[HIDDEN], AXIS)
         if self.is_last:
             return super()._run_forward(inputs)

@@ -37,6 +37,13 @@ def make_mesh(shape: Mapping[str, int], first: int = 0) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=jax.devices()[first:count])
 
 
+def stage_mesh(mesh: jax.sharding.Mesh, stage: int) -> jax.sharding.Mesh:
+    """The devices of one stage of a pipeline, as a mesh with the same axes."""
+    at = mesh.axis_names.index("pp")
+    devices = mesh.devices.take([stage], at)
+    return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def partition_spec(axes: tuple[str | None, ...], rules: ShardingRules) -> jax.P:
     """The mesh axes of an array with these logical axes."""
     # flax would quietly leave the second use of a mesh axis out

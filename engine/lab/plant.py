@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...models.interface import AttentionSpec
+from ...models.stage import HIDDEN
 from ..plan import Plan
 from ..replica import check_alone
 from ..runner import Runner
@@ -17,6 +18,12 @@ class HasRunner(Protocol):
 
     @property
     def runner(self) -> Runner: ...
+
+
+def one_stage(runner: Runner) -> None:
+    """Raises NotImplementedError for a pipeline, of which a Runner holds a part of the model alone."""
+    if HIDDEN in runner.model.extra:
+        raise NotImplementedError("the laboratory looks into engines of one stage: leave out pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ def change_layer(engine: HasRunner, n: int, change: Callable[[Callable], Callabl
     Of the layer's name and place nothing changes, so taps of it are named as before.
     """
     check_alone(engine)
+    one_stage(engine.runner)
     model = engine.runner.model
     if not 0 <= n < len(model.attention):
         raise ValueError(f"layer {n}: the model has layers 0 to {len(model.attention) - 1}")

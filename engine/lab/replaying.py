@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...models.interface import Array
-from ...models.step import with_rows
+from ...models.step import put_tokens, with_rows
 from ..build import Parts, build
 from ..config import engine_config
 from ..progress import Progress
@@ -198,7 +197,7 @@ class Teller:
     def __init__(self, runner: Runner):
         self.runner = runner
         args, outs = ("rows", "at", "position", "token"), ("rows",)
-        self.program = runner.backend.compile(_put_tokens, args, outs, "rows")
+        self.program = runner.backend.compile(put_tokens, args, outs, "rows")
 
     def tell(self, step: Entry) -> None:
         """After the step's head, before the next step."""
@@ -211,9 +210,3 @@ class Teller:
         token = np.asarray(step.token_ids, np.int32)
         rows = self.program(self.runner.cache.rows, at, position, token)
         self.runner.cache = with_rows(self.runner.cache, rows)
-
-
-def _put_tokens(
-    rows: dict[str, Array], at_R: Array, position_R: Array, token_R: Array, *, ops: Any
-) -> dict[str, Array]:
-    return rows | {"tokens": ops.scatter(rows["tokens"], (at_R, position_R), token_R)}

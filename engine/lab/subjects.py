@@ -19,6 +19,7 @@ from ..sampling_params import SamplingParams
 from ..step_log import Entry
 from ..user_code import function_in_file
 from .numpy_backend import NumpyBackend
+from .plant import one_stage
 from .remote import Remote
 from .replaying import Teller
 
@@ -82,6 +83,7 @@ class EngineSubject:
 
     def __init__(self, name: str, parts: Parts | LLM):
         check_alone(parts)
+        one_stage(parts.runner)
         self.name, self.parts, self.runner, self.dtype = name, parts, parts.runner, parts.config.dtype
         self.block_size, self.teller = parts.runner.block_size, Teller(parts.runner)
         specs = parts.layout.spec(parts.model.attention[0], 2).values()

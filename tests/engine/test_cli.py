@@ -132,7 +132,7 @@ def test_chat_goes_on_after_a_message_that_does_not_fit():
         (["generate", "-p", "x", "--backend", "tensorflow"], ["tensorflow"]),
         (["generate", "-p", "x", "--block-size", "12"], ["block_size", "12"]),
         (["generate", "-p", "x", "--max-model-length", "12"], ["max_model_length", "max_model_len"]),
-        (["generate", "-p", "x", "--pipeline-parallel-size", "2"], ["pipeline_parallel_size"]),
+        (["generate", "-p", "x", "--pipeline-parallel-size", "0"], ["pipeline_parallel_size"]),
         (["generate", "-p", "x", "--top-p", "2"], ["top_p", "2"]),
         (["generate", "-p", "x", "--system", "y"], ["--system", "--chat"]),
         (["generate", "-p", "x", "stray"], ["stray"]),

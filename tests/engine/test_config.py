@@ -121,15 +121,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
-        {"pipeline_parallel_size": 2, "backend": "jax"},
-        {"data_parallel_size": 2, "backend": "jax", "distributed_executor_backend": "mp"},
+        (
+            {"data_parallel_size": 2, "backend": "jax", "distributed_executor_backend": "mp"},
+            "data_parallel_size=2 with several processes of JAX: leave out",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "backend": "jax", "distributed_executor_backend": "mp"},
+            "pipeline_parallel_size=2 with several processes of JAX: leave out",
+        ),
+        ({"pipeline_parallel_size": 2, "enable_sp": True, "tensor_parallel_size": 2}, "enable_sp with pipeline"),
+        (
+            {"pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+            "pipeline_parallel_size=2 with experts shared out over replicas",
+        ),
     ],
     ids=str,
 )
-def test_what_can_only_be_planned_is_refused_by_name(arguments):
-    with pytest.raises(NotImplementedError, match=next(iter(arguments))):
+def test_what_can_only_be_planned_is_refused_by_name(arguments, words):
+    with pytest.raises(NotImplementedError, match=words):
         build(engine_config("m", **arguments))
 
 

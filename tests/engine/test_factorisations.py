@@ -10,15 +10,17 @@ import jax  # noqa: F401
 import pytest
 import tiny
 import torch  # noqa: F401
+from planned import assert_planned
 from tiny import EIGHT_HEADS, PROMPTS
 from tolerances import tolerance
 
 from octavo.engine import LLM, SamplingParams
 from octavo.models import qwen3_moe
-from octavo.models.interface import Mixture, ModelSpec, Routing, leaves
+from octavo.models.interface import Mixture, ModelSpec, Routing
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=11, n=2, max_tokens=24)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=4)
+PP = {"pipeline_parallel_size": 2}
 EP, TURNS = {"enable_expert_parallel": True}, {"expert_placement_strategy": "round_robin"}
 
 
@@ -77,25 +79,16 @@ def check(name: str, backend: str, size: int, more: dict[str, Any]) -> None:
     llm.shutdown()
 
 
-def assert_planned(llm: LLM) -> None:
-    """Bytes of one device, within 2 %."""
-    runner, plan = llm.runner, llm.memory_plan
-    if llm.config.pipeline_parallel_size > 1:
-        # torch's rank 0 is in the last stage
-        plan = plan.stages[-1]
-    for tree, planned in ((runner.weights, plan.weights_bytes), (runner.cache.groups, plan.cache_bytes)):
-        measured = sum(
-            x.addressable_shards[0].data.nbytes if hasattr(x, "addressable_shards") else x.nbytes for x in leaves(tree)
-        )
-        assert abs(measured - planned) <= 0.02 * planned
-
-
 def ids_of(case: Any) -> str:
     return str(case) if not isinstance(case, dict) else "+".join(map(str, case.values())) or "tp"
 
 
 def test_experts_shared_out_over_two_devices() -> None:
     check("moe", "jax", 2, EP)
+
+
+def test_two_stages() -> None:
+    check("dense", "jax", 1, PP)
 
 
 DP = {"data_parallel_size": 2}
@@ -111,6 +104,10 @@ LARGE_JOINT = [
 ]
 CASES = [
     ("dense", 4, {}),
+    ("dense", 4, PP),
+    ("dense", 2, PP | {"data_parallel_size": 2}),
+    ("moe", 2, PP),
+    ("moe", 4, PP | EP | TURNS),
     ("moe", 8, {}),
     ("moe", 4, EP),
     ("moe", 8, EP),
@@ -121,7 +118,6 @@ CASES = [
     ("dense", 2, DP),
     ("moe", 1, DP | {"data_parallel_size": 4}),
 ]
-PP = {"pipeline_parallel_size": 2}
 TORCH = [
     ("dense", 4, {}),
     ("dense", 2, PP | {"enable_sp": True}),
