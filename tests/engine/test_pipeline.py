@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from planned import assert_planned
 from tiny import GREEDY, PROMPTS, RANDOM, TINY
 from tolerances import tolerance
 
-from octavo.engine import LLM, LogitsProcessor, SamplingParams
+from octavo.engine import LLM, LogitsProcessor, SamplingParams, StructuredOutputsParams
 from octavo.engine.lab.plant import change_layer
 from octavo.models.interface import map_tree
 
@@ -113,7 +116,8 @@ def failing(*args: Any) -> Any:
 def test_stages_give_the_tokens_of_one_device(family: Any, size: int, more: dict[str, Any]) -> None:
     llm = make(size, family, **more)
     assert twice(llm) == one_device(family)
-    assert llm.scheduler.num_preemptions and llm.scheduler.num_hit_tokens
+    # one small batch at a time leaves room for all
+    assert llm.scheduler.num_hit_tokens and (llm.scheduler.num_preemptions or "async_scheduling" in more)
     assert_planned(llm)
 
 
@@ -186,6 +190,21 @@ def test_smollm2_in_two_stages(tensor: int) -> None:
         got, want = list(output.outputs[0].token_ids), e["tokens"][:24]
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
         assert at is None or e["gap"][at] < tolerance("float32", "tie"), e["prompt"]
+    # masks go to the last stage alone, for every batch its own
+    form = StructuredOutputsParams(choice=["crimson and gold", "as blue as the sea"])
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=24, structured_outputs=form, n=5)
+    (output,) = llm.generate(["The colour is"], params, use_tqdm=False)
+    assert {sample.text for sample in output.outputs} <= {"crimson and gold", "as blue as the sea"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="what sleeps is written in C++")
+def test_stages_that_sleep_overlap() -> None:
+    """A machine with other work gives less than the figure in decision 026; in turn it would be 0.5."""
+    script = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
+    command = [sys.executable, str(script), "--stages", "2", "--tokens", "24", "--milliseconds", "50", "--json"]
+    (run,) = json.loads(subprocess.check_output(command, text=True, timeout=300).splitlines()[-1])["runs"]
+    assert run["overlap"] > 0.65, run
 
 
 def test_more_stages_than_layers_are_refused() -> None:
