@@ -1,4 +1,4 @@
-"""Has ranks other than 0 say in the end what they held and sent: SPY is a processor that does nothing else."""
+"""Has ranks other than 0 say in the end what they held and sent, or fail: SPY is a processor that does nothing else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 from ranks import is_follower
 
 from octavo.engine import follower
+from octavo.engine.stage_runner import StageRunner
 from octavo.models.interface import leaves
 from octavo.models.logit_edits import LogitsProcessor
 
-FOLDER = "OCTAVO_TEST_SPY"  # the environment variable that says where to
+# environment variables: the folder to say it in; the step at which the first stage fails, if it is to
+FOLDER, FAILS = "OCTAVO_TEST_SPY", "OCTAVO_TEST_FAILS"
 
 
 def unchanged(logits: Any, history: Any, params: Any, ops: Any) -> Any:
@@ -44,6 +46,15 @@ if is_follower():
             plain(leader, runner, *more)
         finally:
             rank = runner.backend.mesh.rank
-            Path(os.environ[FOLDER], f"{rank}.json").write_text(json.dumps(held(runner)))
+            if FOLDER in os.environ:
+                Path(os.environ[FOLDER], f"{rank}.json").write_text(json.dumps(held(runner)))
 
     follower.follow = follow
+    run = StageRunner.launch_forward
+
+    def launch_forward(self: StageRunner, plan: Any, taps: tuple[str, ...] = ()) -> Any:
+        if self.is_first and plan.step == int(os.environ.get(FAILS, -1)):
+            raise ValueError("the first stage fails alone")
+        return run(self, plan, taps)
+
+    StageRunner.launch_forward = launch_forward

@@ -20,7 +20,7 @@ from oracle import greedy
 from ranks import ASTRAY, FALLING
 from recorder import graphs_on_a_cpu
 from sleepy import SECONDS, SLEEPY, sleeps
-from spied import FOLDER, SPY, held, reports
+from spied import FAILS, FOLDER, SPY, held, reports
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 from tolerances import tolerance
 
@@ -62,6 +62,18 @@ def assert_sends_planned(llm: LLM, said: dict[int, dict[str, Any]], steps: Count
         assert sent == ({planned.bytes_of(t, 0): n for t, n in steps.items()} if rank in senders else {})
 
 
+def assert_sums_planned(llm: LLM, said: dict[int, dict[str, Any]], steps: Counter[int]) -> None:
+    """The stages' first shards together did the sums of each step."""
+    planned, found = Counter[int](), Counter[int]()
+    for c in llm.memory_plan.collectives:
+        if c.kind == "all-reduce":
+            for num_tokens, count in steps.items():
+                planned[c.bytes_of(num_tokens, 0)] += c.count * count
+    for rank in range(0, llm.config.num_shards, llm.config.tensor_parallel_size):
+        found.update({size: n for kind, _, size, n in said[rank]["counts"] if kind == "all-reduce"})
+    assert found == planned
+
+
 def assert_bytes_planned(llm: LLM, said: dict[int, dict[str, Any]]) -> None:
     """Of each rank: the last has the first stage."""
     tp, stages = llm.config.tensor_parallel_size, llm.memory_plan.stages
@@ -91,6 +103,7 @@ def check(llm: LLM, config: Any, folder: Path) -> None:
     said = {0: own} | reports(folder)
     assert len(said) == llm.config.num_shards
     assert_sends_planned(llm, said, steps)
+    assert_sums_planned(llm, said, steps)
     assert_bytes_planned(llm, said)
 
 
@@ -145,6 +158,19 @@ def kill(llm: LLM, rank: int) -> None:
 def test_a_first_stage_that_is_killed_ends_those_that_wait_for_others() -> None:
     """Rank 0 receives from rank 1, that from 2, and that from 3."""
     kill(make(pp=4), 3)
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_alone_ends_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILS, "6")
+    llm = make(pp=3, logits_processors=[SPY])
+    began = time.monotonic()
+    with pytest.raises((RankLostError, RuntimeError)):
+        tokens(llm, PROMPTS[:2])
+    with pytest.raises(RankLostError, match="rank 2 failed: ValueError: the first stage fails alone"):
+        tokens(llm, PROMPTS[:1])
+    # of which it has three for the others to fail alike
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
