@@ -239,7 +239,7 @@ class JaxBackend:
         if self.mesh is None:
             return jax.jit(fn, **options)
         # what is not declared lies everywhere, or is each replica's own
-        others = jax.NamedSharding(self.mesh, jax.P("dp") if self.replicas else jax.P())
+        others = self.sharding(ArraySpec((), ("replicas",) if self.replicas else ()))
         fn = self.replicas.within(fn, args) if self.replicas else fn
         ins, out = (tuple(self._shardings.get(name, others) for name in names) for names in (args, outs))
         if len(outs) == 1:

@@ -188,8 +188,7 @@ class JaxOps(Collectives):
         """Each token through its experts' MLPs, summed by weight; `add` is added to that. An id of no expert is none.
 
         Experts may be shared out over "experts", and the inside of each over "expert_mlp": also over mesh axes along
-        which tokens are others ("replicas"), whose tokens all meet here. Takes all
-        tokens, and returns hidden rows.
+        which tokens are others ("replicas"), whose tokens all meet here. Takes all tokens, and returns hidden rows.
         """
         dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
         apart = tuple(name for name in spread if name in self.shards("replicas"))
