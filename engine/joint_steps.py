@@ -15,24 +15,25 @@ if TYPE_CHECKING:
 
 
 def run_joint_step(engine: EngineSteps) -> list[Request]:
-    """Plans and launches a step of all replicas. Reads of each its oldest if `max_unread` are in flight, or it has none
-    planned; all of them if a head waits for their tokens. Returns the requests that got one.
+    """Plans and launches a step of all replicas. Reads the oldest of each if `max_unread` are in flight, or none could
+    be planned; all of them if a head waits for their tokens. Returns the requests that got one.
     """
-    replicas, touched = engine.replicas, list[Request]()
+    replicas = engine.replicas
     # of a JointRunner
     runner: Any = engine.runner
     plans = [replica.schedule() for replica in replicas]
     plan = JointPlan(tuple(plans))
     if any(p and engine.structured.is_late(p) for p in plans):
         hidden = runner.launch_forward(plan)
-        touched += _read(engine, [1] * len(replicas))
+        touched = _read(engine, everything=True)
         _note(replicas, runner.launch_head(plan, hidden, _masks(engine, plans)))
         return touched
     if any(plans):
         _note(replicas, runner.launch(plan, _masks(engine, plans)))
     elif not any(replica.unread for replica in replicas):
         engine.structured.wait()
-    return _read(engine, [engine.max_unread if p else 1 for p in plans])
+    is_full = not any(plans) or max(len(replica.unread) for replica in replicas) >= engine.max_unread
+    return _read(engine, everything=False) if is_full else []
 
 
 def _masks(engine: EngineSteps, plans: Sequence[Plan | None]) -> list[Any]:
@@ -46,13 +47,15 @@ def _note(replicas: Sequence[Replica], launched: Sequence[Any]) -> None:
             replica.unread.append(pending)
 
 
-def _read(engine: EngineSteps, most: Sequence[int]) -> list[Request]:
-    """Reads until fewer than so many of each replica's steps are in flight."""
+def _read(engine: EngineSteps, *, everything: bool) -> list[Request]:
+    """Reads each replica's oldest step, or all of them."""
     touched = []
-    for replica, limit in zip(engine.replicas, most, strict=True):
+    for replica in engine.replicas:
         own = []
-        while len(replica.unread) >= limit:
+        while replica.unread:
             own += engine._read_oldest(replica)
+            if not everything:
+                break
         if replica.metrics:
             replica.metrics.read(own)
         touched += own
