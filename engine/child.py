@@ -7,6 +7,7 @@ Not `multiprocessing.Process`: that runs the user's script again in the child, w
 from __future__ import annotations
 
 import importlib
+import io
 import pickle
 import subprocess
 import sys
@@ -113,6 +114,23 @@ def unpickled(data: bytes, where: str) -> Any:
     raise ValueError(
         f"this cannot be read in {where}: {caught.error}. Classes and functions of the script itself belong in a module"
     )
+
+
+class Elsewhere(pickle.Unpickler):
+    """Reads as a process does whose __main__ is another."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "__main__":
+            raise AttributeError(f"{global_name} is of the script itself, which is not run there")
+        return super().find_class(module_name, global_name)
+
+
+def check_elsewhere(data: bytes, where: str) -> None:
+    """Raises ValueError for what a process of our own cannot read."""
+    try:
+        Elsewhere(io.BytesIO(data)).load()
+    except AttributeError as error:
+        raise ValueError(f"this cannot be read in {where}: {error}; it belongs in a module") from error
 
 
 def portable(error: BaseException) -> BaseException:

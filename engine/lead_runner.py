@@ -16,10 +16,9 @@ from ..models.interface import Array
 from ..models.logit_edits import LogitsProcessor
 from ..models.step import digest_rows, with_rows
 from .backend import Backend
-from .child import pickled
 from .plan import Plan
 from .runner import Hidden, Pending, Runner
-from .team import OTHERS, Check, Digest, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
+from .team import Check, Digest, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,6 @@ class LeadRunner(Runner):
 
     def register(self, processor: LogitsProcessor) -> None:
         assert self.team
-        # one that cannot be sent is nobody's
-        pickled(processor, OTHERS)
         super().register(processor)
         self.team.tell(Register(processor))
 

@@ -47,6 +47,7 @@ from .prompts import (
     template_arguments,
     token_ids_of,
 )
+from .remote_runner import register
 from .request import Request
 from .routing import ROUTINGS
 from .sampling_params import SamplingParams, request_key
@@ -434,8 +435,7 @@ class LLM(Sleeps):
     def register_logits_processor(self, processor: LogitsProcessor) -> None:
         """Adds one while running. The head that holds them all is compiled when a request first selects one."""
         with self.lock:
-            for runner in self.runners:
-                runner.register(processor)
+            register(self.runners, self.team, processor)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests are running."""

@@ -76,3 +76,11 @@ class RemoteRunner:
         """Compiles there; 0: nothing here. Does not wait."""
         self.team.tell(WarmUp())
         return 0
+
+
+def register(runners: Sequence[Any], team: Team | None, processor: LogitsProcessor) -> None:
+    """Has all runners of an engine take one more, or none: ValueError for what not every rank can have."""
+    if team:
+        team.check_sendable(processor)
+    for runner in runners:
+        runner.register(processor)

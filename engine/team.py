@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..models.logit_edits import LogitsProcessor
-from .child import GONE, Child, pickled
+from .child import GONE, Child, check_elsewhere, pickled
 from .config import EngineConfig
 from .errors import DivergenceError, RankLostError
 from .plan import Plan
@@ -304,6 +304,12 @@ class Team:
                 self.mail.lose(peer.ended())
                 self.check()
         return data
+
+    def check_sendable(self, value: Any) -> None:
+        """Raises ValueError for what cannot be sent, or not be read there."""
+        data = pickled(value, OTHERS)
+        if any(peer.child for peer in self.peers):
+            check_elsewhere(data, OTHERS)
 
     def check(self) -> None:
         """Raises RankLostError if a rank is gone, DivergenceError if ranks are known to differ."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from copy import copy
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +19,7 @@ from tiny import PROMPTS, engine, tokens
 from octavo.engine import SamplingParams
 from octavo.engine.errors import DivergenceError
 from octavo.engine.follower import Leader, follow
-from octavo.engine.lead_runner import LeadRunner, uninterrupted
+from octavo.engine.lead_runner import uninterrupted
 from octavo.engine.team import (
     Bye,
     Check,
@@ -181,15 +181,25 @@ def test_an_interrupt_waits_until_the_others_have_what_they_need() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_cannot_be_sent_registers_nowhere() -> None:
-    llm = engine(backend="jax")
-    runner = copy(llm.runner)
-    runner.__class__ = LeadRunner
-    vars(runner)["team"] = Team(())
-    processor = LogitsProcessor("local", lambda logits, history, params, ops: logits)
-    with pytest.raises(ValueError, match=r"this cannot be sent to the other ranks' processes: .*lambda"):
-        runner.register(processor)
-    assert runner.processors == ()
+def unchanged(logits: Any, history: Any, params: Any, ops: Any) -> Any:
+    return logits
+
+
+@pytest.mark.parametrize("of_script", [False, True])
+def test_what_another_rank_could_not_have_registers_nowhere(of_script: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in a first replica that has no other ranks: requests would get it there and not elsewhere."""
+    llm, (here, _) = engine(backend="jax"), Pipe()
+    child: Any = object()
+    monkeypatch.setattr(llm, "team", Team(()))
+    monkeypatch.setattr(llm.team, "peers", [Peer(1, here, here, child)])
+    error, f = r"this cannot be sent to the other ranks' processes: .*lambda", lambda *args: args[0]
+    if of_script:
+        error, f = "this cannot be read in the other ranks' processes: unchanged is of the script itself", unchanged
+        monkeypatch.setattr(f, "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], f.__name__, f, raising=False)
+    with pytest.raises(ValueError, match=error):
+        llm.register_logits_processor(LogitsProcessor("local", f))
+    assert llm.runner.processors == ()
 
 
 def test_a_rank_reports_what_its_steps_give() -> None:
