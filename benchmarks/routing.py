@@ -1,10 +1,14 @@
-"""Routing between replicas in the simulator: the plain rule beside the prefix-aware one (docs/decisions/027).
+"""Routing between replicas: the plain rule beside the prefix-aware one (docs/decisions/027).
 
-The production schedulers and routings, on a virtual clock; a step takes what Cost says, so figures compare rules and
-not machines. Workloads: `chat`, many system prompts of different popularity; `one`, all begin with the same; `none`,
-nothing is shared; `turns`, conversations that come back longer.
+In the simulator: the production schedulers and routings, on a virtual clock; a step takes what Cost says, so figures
+compare rules and not machines. Workloads: `chat`, many system prompts of different popularity; `one`, all begin with
+the same; `none`, nothing is shared; `turns`, conversations that come back longer.
+
+With --engine: SmolLM2 on this machine's CPU, a process and a thread a replica, the rules in turns on one engine: waves
+of requests, each with one of a few system prompts.
 
     python benchmarks/routing.py --replicas 4 --json
+    python benchmarks/routing.py --replicas 2 --engine
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 
-from octavo.engine import routing
+from octavo.engine import LLM, SamplingParams, routing
 from octavo.engine.lab.quantiles import Quantiles
 from octavo.engine.lab.rerun import quiet
 from octavo.engine.lab.simulate import Arrival, Cost, Simulation, family_of, make_scheduler
@@ -75,14 +80,43 @@ def simulate(rule: str, trace: Sequence[Arrival], replicas: int) -> dict[str, fl
     }
 
 
+def measure(replicas: int, rounds: int, seed: int) -> None:
+    """Prints hit rate and seconds of each rule, a line a round."""
+    llm = LLM("smollm2", backend="torch", data_parallel_size=replicas, threads=1, max_num_seqs=8, max_model_len=1024,
+              max_num_batched_tokens=512, kv_cache_memory_bytes=2**28)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    for turn in range(rounds):
+        rng = random.Random(seed + turn)
+        systems = [[rng.randrange(1000, 40000) for _ in range(480)] for _ in range(3 * replicas)]
+        waves = [
+            [rng.choice(systems) + [rng.randrange(1000, 40000) for _ in range(20)] for _ in range(4 * replicas)]
+            for _ in range(4)
+        ]
+        for rule, kind in routing.ROUTINGS.items():
+            llm.routing = kind([r.scheduler for r in llm.replicas])
+            llm.reset_prefix_cache()
+            before, start = llm.get_stats(), time.perf_counter()
+            for wave in waves:
+                llm.generate([{"prompt_token_ids": ids} for ids in wave], params, use_tqdm=False)
+            seconds, now = time.perf_counter() - start, llm.get_stats()
+            hits, asked = now.num_hit_tokens - before.num_hit_tokens, now.num_queried_tokens - before.num_queried_tokens
+            print(json.dumps({"round": turn, "rule": rule, "hit_rate": hits / asked, "seconds": seconds}), flush=True)
+    llm.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rates", type=float, nargs="*", default=[0, 40, 80], help="requests a second; 0: at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", action="store_true", help="run SmolLM2 instead of the simulator")
+    parser.add_argument("--rounds", type=int, default=3, help="of the engine")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.engine:
+        measure(args.replicas, args.rounds, args.seed)
+        return
     for workload in ("chat", "one", "turns", "none"):
         for rate in args.rates:
             trace = list(arrivals(workload, args.requests, rate, args.seed))

@@ -133,7 +133,7 @@ class _Run:
         self.home: dict[str, tuple[Entry, int]] = {}  # request id to the line, and which of its prompts
         self.embeddings: list[Entry] = []  # to be served together
         self.num_in_flight = 0  # samples and embeddings
-        seats = llm.config.max_num_seqs
+        seats = llm.config.max_num_seqs * llm.config.data_parallel_size
         self.most_in_flight, self.most_unwritten = IN_FLIGHT * seats, max(LEAST_UNWRITTEN, UNWRITTEN * seats)
 
     def run(self) -> None:
