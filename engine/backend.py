@@ -90,6 +90,10 @@ class Backend(Protocol):
         """Starts copying x to the host."""
         ...
 
+    def is_ready(self, x: Array) -> bool:
+        """Whether `read` would not wait for the device, of what is prefetched."""
+        ...
+
     def read(self, x: Array) -> np.ndarray:
         """A copy of x on the host; waits for it."""
         ...

@@ -297,6 +297,10 @@ class JaxBackend:
         """Starts copying x to the host."""
         x.copy_to_host_async()
 
+    def is_ready(self, x: jax.Array) -> bool:
+        """Whether x has been computed."""
+        return x.is_ready()
+
     def read(self, x: jax.Array) -> np.ndarray:
         """A copy of x on the host."""
         return np.array(x)

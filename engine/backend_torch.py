@@ -288,6 +288,10 @@ class TorchBackend:
             copied.record()
             vars(x)["prefetched"] = host, copied
 
+    def is_ready(self, x: Tensor) -> bool:
+        """Whether what `prefetch` copies is on the host."""
+        return not x.is_cuda or vars(x)["prefetched"][1].query()
+
     def read(self, x: Tensor | Packed) -> np.ndarray:
         """A copy on the host; of a packed weight, as it was before."""
         if isinstance(x, Tensor) and not isinstance(x, Void) and "prefetched" in x.__dict__:

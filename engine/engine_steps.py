@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +24,8 @@ from .scheduler import Scheduler
 from .stats import StatsLogger
 from .step_log import StepLog
 from .structured_output import StructuredOutput
+
+POLL_SECONDS = 1e-4  # between looks at what several replicas compute
 
 
 class EngineSteps:
@@ -91,25 +94,46 @@ class EngineSteps:
         return touched + self._end_failed()
 
     def _run_each(self, failures: list[BaseException]) -> list[Request]:
-        """The step of replicas that have nothing to do with each other."""
-        launched: dict[Replica, tuple[Plan | None, Hidden | None]] = {}
+        """The step of replicas that have nothing to do with each other.
 
-        def launch(replica: Replica) -> None:
-            launched[replica] = self._launch(replica)
-
+        Of each the oldest step is read if `max_unread` are in flight, or nothing could be planned; but not while it is
+        still computed and another's is there.
+        """
+        stuck: set[Replica] = set()  # nothing could be planned
+        late: dict[Replica, tuple[Plan, Hidden]] = {}  # the head's mask must wait for tokens that are not read yet
         touched: list[Request] = []
 
+        def launch(replica: Replica) -> None:
+            plan, runner = replica.schedule(), replica.runner
+            if plan is None:
+                stuck.add(replica)
+            elif self.structured.is_late(plan):
+                late[replica] = plan, runner.launch_forward(plan)
+            else:
+                replica.unread.append(runner.launch(plan, self._mask(replica, plan)))
+
         def read(replica: Replica) -> None:
-            touched.extend(self._read(replica, *launched[replica]))
+            own = []
+            for _ in range(len(replica.unread) if replica in late else 1):
+                own += self._read_oldest(replica)
+            if replica in late:
+                plan, hidden = late[replica]
+                replica.unread.append(replica.runner.launch_head(plan, hidden, self._mask(replica, plan)))
+            if replica.metrics:
+                replica.metrics.read(own)
+            touched.extend(own)
 
         # the first may compute in this very thread: it comes last
         for replica in reversed(self.replicas):
-            self._attempt(launch, replica, failures)
-        if not any(plan or replica.unread for replica, (plan, _) in launched.items()):
+            if len(replica.unread) < self.max_unread:
+                self._attempt(launch, replica, failures)
+        full = [r for r in self.replicas if r.unread and (r in stuck or len(r.unread) >= self.max_unread)]
+        if late:
+            full = [r for r in self.replicas if r in late or r in full]
+        elif not any(r.unread for r in self.replicas):
             self.structured.wait()
-        for replica in self.replicas:
-            if replica in launched:
-                self._attempt(read, replica, failures)
+        for replica in full if late else _first_back(full):
+            self._attempt(read, replica, failures)
         return touched
 
     def _attempt(self, work: Callable[[Replica], None], replica: Replica, failures: list[BaseException]) -> None:
@@ -122,31 +146,6 @@ class EngineSteps:
                 raise
         if caught.error is not None:
             failures.append(caught.error)
-
-    def _launch(self, replica: Replica) -> tuple[Plan | None, Hidden | None]:
-        """A replica's next plan, launched; or with what its forward leaves, where the head must wait for tokens."""
-        plan, runner = replica.schedule(), replica.runner
-        if plan and self.structured.is_late(plan):
-            return plan, runner.launch_forward(plan)
-        if plan:
-            replica.unread.append(runner.launch(plan, self._mask(replica, plan)))
-        return plan, None
-
-    def _read(self, replica: Replica, plan: Plan | None, hidden: Hidden | None) -> list[Request]:
-        """Reads a replica's oldest step if `max_unread` are in flight, or none could be planned; all of them for a head
-        that waits for their tokens. Returns the requests that got one.
-        """
-        touched, unread = [], replica.unread
-        if plan and hidden:
-            # only now can its mask be made
-            while unread:
-                touched += self._read_oldest(replica)
-            unread.append(replica.runner.launch_head(plan, hidden, self._mask(replica, plan)))
-        elif unread and (plan is None or len(unread) >= self.max_unread):
-            touched = self._read_oldest(replica)
-        if replica.metrics:
-            replica.metrics.read(touched)
-        return touched
 
     def _mask(self, replica: Replica, plan: Plan) -> np.ndarray | None:
         """What the grammars of a plan's requests allow, if there are any."""
@@ -208,3 +207,12 @@ class EngineSteps:
                     self.processor.finish(request)
                 request.finish_reason, request.stop_reason = "stop", stop
         return touched
+
+
+def _first_back(replicas: list[Replica]) -> list[Replica]:
+    """Those whose oldest step is there, as soon as there is one."""
+    while len(replicas) > 1:
+        if back := [r for r in replicas if r.unread[0].is_ready()]:
+            return back
+        time.sleep(POLL_SECONDS)
+    return replicas

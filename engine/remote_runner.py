@@ -24,6 +24,10 @@ class RemotePending(Pending):
     backend: Any = None
     team: Team | None = None
 
+    def is_ready(self) -> bool:
+        assert self.team
+        return self.team.has_result()
+
     def result(self) -> StepResult:
         assert self.team
         return self.team.result()

@@ -90,6 +90,10 @@ class Pending:
     reads: Reads | None = None
     routed: Array | None = None
 
+    def is_ready(self) -> bool:
+        """Whether what it sampled is there: result() would not wait."""
+        return self.output is None or self.backend.is_ready(self.output.token_ids_R)
+
     def result(self) -> StepResult:
         """Waits for the step and reads it."""
         reads = self.reads.result(self.plan, self.backend) if self.reads else []

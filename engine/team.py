@@ -391,11 +391,16 @@ class Team:
             raise mail.failed[rank]
         self.check()
 
+    def has_result(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        mail = self.mail
+        return bool(mail.lost or mail.results.get(self.first) or self.first in mail.failed)
+
     def result(self) -> StepResult:
         """What the next step of a replica elsewhere gave. Raises the error that its first rank failed with."""
         mail, rank = self.mail, self.first
         with mail.news:
-            mail.news.wait_for(lambda: mail.lost or mail.results.get(rank) or rank in mail.failed)
+            mail.news.wait_for(self.has_result)
             if found := mail.results.get(rank):
                 return found.popleft()
         self.check()

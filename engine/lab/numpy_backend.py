@@ -75,6 +75,10 @@ class NumpyBackend:
     def prefetch(self, x: np.ndarray) -> None:
         """Nothing: it is on the host."""
 
+    def is_ready(self, x: np.ndarray) -> bool:
+        """Whether there is something to wait for: never."""
+        return True
+
     def read(self, x: np.ndarray) -> np.ndarray:
         return np.array(x)
 

@@ -148,6 +148,35 @@ def test_a_step_that_fails_ends_the_requests_of_its_replica_alone(
         assert again == want
 
 
+class Slow:
+    """A step in flight that is not there before the test says so."""
+
+    is_there = False
+
+    def __init__(self, pending: Any):
+        self.plan, self.result = pending.plan, pending.result
+
+    def is_ready(self) -> bool:
+        return Slow.is_there
+
+
+@pytest.mark.parametrize("max_unread", [2, 1])
+def test_nobody_waits_for_the_slowest(max_unread: int, pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = pair.generate(PROMPTS[:2], replace(GREEDY, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    runner = pair.replicas[0].runner
+    launch = runner.launch
+    monkeypatch.setattr(pair, "max_unread", max_unread)
+    monkeypatch.setattr(runner, "launch", lambda plan, mask=None: Slow(launch(plan, mask)))
+    add(pair, "slow", "quick")
+    (slow,), outputs = pair.processor.requests("slow"), dict[str, Any]()
+    while "quick" not in outputs or not outputs["quick"].finished:
+        assert not slow.output and len(pair.replicas[0].unread) <= max_unread
+        outputs |= {output.request_id: output for output in pair.step()}
+    monkeypatch.setattr(Slow, "is_there", True)
+    outputs |= finish(pair)
+    assert [outputs[name].outputs[0].token_ids for name in ("slow", "quick")] == [o.outputs[0].token_ids for o in want]
+
+
 def test_what_interrupts_between_replicas_ends_all(pair: LLM) -> None:
     llm = pair
     add(llm, "a", "b")
