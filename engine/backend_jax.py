@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
 from .replicas_jax import JaxReplicas
 from .resident_jax import Resident
+from .saved_jax import LOADED, Jitted, Lowers, Saved, saved
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
@@ -96,7 +98,7 @@ def device_memory() -> int | None:
 
 
 class CompileCounter:
-    """How many programs this process compiled, and how many of those the cache on disk already held."""
+    """How many programs this process compiled or loaded, and how many of those the caches on disk already held."""
 
     def __init__(self) -> None:
         self.compiles = self.cache_hits = 0
@@ -107,7 +109,8 @@ class CompileCounter:
         self.compiles += event == "/jax/core/compile/backend_compile_duration"
 
     def _on_event(self, event: str, **kwargs: Any) -> None:
-        self.cache_hits += event == "/jax/compilation_cache/cache_hits"
+        self.compiles += event == LOADED
+        self.cache_hits += event in (LOADED, "/jax/compilation_cache/cache_hits")
 
 
 @functools.cache
@@ -168,7 +171,11 @@ class JaxBackend:
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         if cache_dir is not None:
-            use_compile_cache(cache_dir)
+            use_compile_cache(str(Path(cache_dir) / "xla"))
+        # arguments whose shapes are always the same; where executables are kept
+        self.declared: set[str] = set()
+        self.zeroing: dict[Any, Any] = {}
+        self.folder = Path(cache_dir) / "programs" if cache_dir is not None else None
 
     def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
         """Where an array of that spec lies."""
@@ -180,6 +187,7 @@ class JaxBackend:
 
     def declare(self, name: str, specs: Any) -> None:
         """Says how the argument of that name is sharded in every program. What is not declared is replicated."""
+        self.declared.add(name)
         if self.mesh is not None:
             self._shardings[name] = jax.tree.map(self.sharding, specs, is_leaf=lambda s: isinstance(s, ArraySpec))
 
@@ -217,7 +225,12 @@ class JaxBackend:
 
     def zeros(self, spec: ArraySpec) -> jax.Array:
         """Zeros made on the device, each shard where it belongs."""
-        return _zeros(spec.shape, spec.dtype or self.dtype, self.sharding(spec))
+        kind = spec.shape, spec.dtype or self.dtype, self.sharding(spec)
+        if kind not in self.zeroing:
+            made = functools.partial(_zeros, *kind)
+            program = jax.jit(made)
+            self.zeroing[kind] = self._saved(Jitted(program), made, ((),)) or program
+        return self.zeroing[kind]()
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
         """fn(*args, ops=...) as a compiled program that takes `consumes` for good.
@@ -229,7 +242,8 @@ class JaxBackend:
         if self.lean and small:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
             narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options)
-            return Resident(narrow, small, self.device if self.is_elsewhere else None)
+            program = self._saved(narrow, fn, (args, outs, consumes)) or narrow
+            return Resident(program, small, self.device if self.is_elsewhere else None)
         fn = functools.partial(fn, ops=self.ops)
         if self.eager:
             return functools.partial(_run_eagerly, fn, at, self.pure)
@@ -237,7 +251,8 @@ class JaxBackend:
         if not self.pure:
             options["donate_argnums"] = at
         if self.mesh is None:
-            return jax.jit(fn, **options)
+            program = jax.jit(fn, **options)
+            return self._saved(Jitted(program), fn, (args, outs, consumes, self.pure)) or program
         # what is not declared lies everywhere, or is each replica's own
         others = self.sharding(ArraySpec((), ("replicas",) if self.replicas else ()))
         fn = self.replicas.within(fn, args) if self.replicas else fn
@@ -248,6 +263,13 @@ class JaxBackend:
             return jax.jit(fn, in_shardings=ins, out_shardings=out, **options)
         ins, out = jax.tree.map(lambda s: s.spec, (ins, out))
         return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=out, check_vma=False), **options)
+
+    def _saved(self, program: Lowers, fn: Callable, about: tuple) -> Saved | None:
+        """The program kept on disk, by kinds of those of its arguments (named first in `about`) that vary; or None."""
+        if self.mesh is not None:
+            return None
+        steady = tuple(i for i, name in enumerate(about[0]) if name in self.declared)
+        return saved(program, fn, about, steady, self.folder)
 
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: kernels are compiled with the programs they are in."""
@@ -265,11 +287,12 @@ class JaxBackend:
             ahead = [call for call in calls if is_tuned(call[1])]
             calls = [call for call in calls if not is_tuned(call[1])]
         for program, args in ahead:
-            program.lower(*args).compile()
+            prepared(program, args)()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(lowered.compile) for program, args in ahead for lowered in renewals(program, args)]
             for program, args in calls:
-                waiting += [pool.submit(x.compile) for x in (program.lower(*args), *renewals(program, args))]
+                waiting.append(pool.submit(prepared(program, args)))
+                waiting += [pool.submit(lowered.compile) for lowered in renewals(program, args)]
             for one in waiting:
                 one.result()
 
@@ -361,6 +384,12 @@ class _Stored:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
+def prepared(program: Any, args: tuple) -> Callable[[], Any]:
+    """Lowers a program for these arguments, if it is not on disk; what compiles or loads it."""
+    inner = program.program if isinstance(program, Resident) else program
+    return program.prepare(*args) if isinstance(inner, Saved) else program.lower(*args).compile
+
+
 def renewals(program: Any, args: tuple) -> list[Any]:
     """Lowered programs that a later call with other numbers will run beside this one."""
     return program.renewals(*args) if isinstance(program, Resident) else []
@@ -381,6 +410,5 @@ def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.resize(x, shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _zeros(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)

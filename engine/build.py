@@ -221,7 +221,7 @@ def backend_options(config: EngineConfig, world: World | None, replica: int = 0)
         from .world_torch import make_mesh
 
         return options | {"rules": config.rules, "mesh": make_mesh(config.mesh_shape, world, device)}
-    folder = config.compile_cache_dir or cache_dir() / "xla"
+    folder = config.compile_cache_dir or cache_dir() / "compiled"
     options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
     if config.num_shards == 1:
         return options

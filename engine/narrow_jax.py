@@ -36,28 +36,52 @@ class Narrow:
 
     def __call__(self, *args: Any) -> Any:
         out, same, others, tree = self._traced(lambda program: program, args)
-        consumed = tree.unflatten(merged(same, out[self.back or 0], others[self.at]))
+        return self._whole(out, same, others[self.at], tree)
+
+    def _whole(self, out: tuple, same: Same, staying: list, tree: Any) -> Any:
+        """A program's results, with all that was consumed in its place."""
+        consumed = tree.unflatten(merged(same, out[self.back or 0], staying))
         return consumed if self.back is None else (*out[: self.back], consumed, *out[self.back + 1 :])
 
     def lower(self, *args: Any) -> Any:
         """As of the jitted program."""
         return self._traced(lambda program: program.lower, args)[0]
 
+    def notes(self, *args: Any) -> Same:
+        """What a program lowered for these arguments does not change: `run` must know."""
+        return self._same_of(self._kind(args))
+
+    def run(self, compiled: Any, notes: Same, args: tuple) -> Any:
+        """What calling this returns, by a program that was compiled from what `lower` gave."""
+        leaves, tree = jax.tree.flatten(args[self.at])
+        changing, others = self._split(notes, leaves, args)
+        return self._whole(compiled(changing, *others), notes, others[self.at], tree)
+
+    def _kind(self, args: tuple) -> Any:
+        return tuple(jax.tree.structure(args[i]) for i in self.kinds)
+
+    def _same_of(self, kind: Any) -> Same:
+        # another kind changes the same, as far as one knows
+        return self.same.get(kind) or next(iter(self.same.values()))
+
+    def _split(self, same: Same, leaves: list, args: tuple) -> tuple[list, list]:
+        """What changes, and all arguments with only what stays."""
+        others = list(args)
+        others[self.at] = [x for x, stays in zip(leaves, same, strict=True) if stays]
+        return [x for x, stays in zip(leaves, same, strict=True) if not stays], others
+
     def _traced(self, call: Callable[[Any], Any], args: tuple) -> tuple[Any, Same, list, Any]:
         """What call(program) returns, which leaves stay, the arguments with only those, the consumed tree."""
         leaves, self.tree = jax.tree.flatten(args[self.at])
-        kind = tuple(jax.tree.structure(args[i]) for i in self.kinds)
+        kind = self._kind(args)
         if not self.same:
             jax.eval_shape(lambda *xs: self._look(kind, xs), *args)
-        # another kind changes the same, as far as one knows
-        same = self.same.get(kind) or next(iter(self.same.values()))
-        options, others = self.options(args), list(args)
+        same, options = self._same_of(kind), self.options(args)
         key = tuple(options.items())
         if key not in self.programs:
             jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1, compiler_options=options or None)
             self.programs[key] = jitted
-        others[self.at] = [x for x, stays in zip(leaves, same, strict=True) if stays]
-        changing = [x for x, stays in zip(leaves, same, strict=True) if not stays]
+        changing, others = self._split(same, leaves, args)
         try:
             return call(self.programs[key])(same, changing, *others), same, others, self.tree
         except MoreChanges as found:

@@ -8,6 +8,7 @@ argument lies elsewhere than at the last call; that costs the host more than eve
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ class Resident:
     def lower(self, *args: Any) -> Any:
         """As the program's own."""
         return self.program.lower(*args)
+
+    def prepare(self, *args: Any) -> Callable[[], None]:
+        """As the program's own."""
+        return self.program.prepare(*args)
 
     def renewals(self, *args: Any) -> list[Any]:
         """Lowered programs that a later call with other numbers will run."""

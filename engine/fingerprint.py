@@ -1,0 +1,179 @@
+"""What a program is, as a hash: equal ones in two processes compute the same. Knows octavo's own code, as it is loaded.
+
+Code is hashed and not files, so that what somebody has changed in this process is seen: a function put in another's
+place, a constant. What comes from elsewhere (a user's layout, processor or model) has no hash: UnknownCode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+ROOT = __name__.rsplit(".", 2)[0]
+# whose version is part of the key elsewhere
+LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "math", "operator", "functools", "typing")
+# what programs are traced through: everything in these may be in a program
+ROOMS = tuple(f"{ROOT}.{room}." for room in ("models", "kernels_pallas", "sharding"))
+PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
+
+
+class UnknownCode(Exception):
+    """A value with code that is not octavo's."""
+
+
+def fingerprint(x: Any) -> str:
+    """The hash of a value: data, a function with what it holds on to, or an object of octavo's.
+
+    Raises UnknownCode for what holds other code.
+    """
+    h = hashlib.sha256()
+    for part in _parts(x, frozenset()):
+        h.update(part)
+        h.update(b"\0")
+    return h.hexdigest()
+
+
+def loaded_code() -> str:
+    """The hash of all code that programs are traced through, as it is in this process now."""
+    return _loaded_code(_stamp())
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded_code(stamp: int) -> str:
+    h = hashlib.sha256()
+    for name, module in _modules():
+        for attribute, x in _own(module):
+            h.update(f"{name}.{attribute}".encode())
+            for part in _shallow(x):
+                h.update(part)
+    return h.hexdigest()
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for name in sorted(sys.modules):
+        if name.startswith(ROOMS) or (name.startswith(f"{ROOT}.engine.") and name.endswith("_jax")):
+            yield name, sys.modules[name]
+
+
+def _own(x: Any) -> list[tuple[str, Any]]:
+    """What somebody wrote into a module or class, and not what Python keeps there."""
+    found = [(name, y) for name, y in vars(x).items() if isinstance(y, FunctionType) or not name.startswith("__")]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _stamp() -> int:
+    """Another number once something has another value. Cheap: programs are made one by one, and each asks."""
+    found: list[int] = []
+    for _, module in _modules():
+        for x in vars(module).values():
+            found.append(id(x))
+            if isinstance(x, type) and x.__module__.startswith(f"{ROOT}."):
+                found += map(id, vars(x).values())
+    return hash(tuple(found))
+
+
+def _shallow(x: Any) -> Iterator[bytes]:
+    """What a module's attribute is: all of code and constants, of other objects their kind."""
+    if isinstance(x, type):
+        yield f"type {x.__module__}.{x.__qualname__}".encode()
+        if x.__module__.startswith(f"{ROOT}."):
+            for name, value in _own(x):
+                yield name.encode()
+                yield from _shallow(getattr(value, "__func__", getattr(value, "fget", value)))
+    elif isinstance(x, ModuleType):
+        yield x.__name__.encode()
+    else:
+        try:
+            yield from _parts(x, frozenset())
+        except UnknownCode:
+            yield f"{type(x).__module__}.{type(x).__qualname__}".encode()
+
+
+def _parts(x: Any, above: frozenset[int]) -> Iterator[bytes]:
+    """A value's parts, in an order that is the same in every process."""
+    if isinstance(x, PLAIN):
+        yield f"{type(x).__name__} {x!r}".encode()
+        return
+    if id(x) in above:
+        yield b"again"
+        return
+    yield f"<{type(x).__module__}.{type(x).__qualname__}".encode()
+    inner = above | {id(x)}
+    if isinstance(x, CodeType):
+        yield from _code(x, inner)
+    elif isinstance(x, FunctionType):
+        yield from _function(x, inner)
+    elif isinstance(x, type | BuiltinFunctionType):
+        _check_known(x)
+        yield f"{x.__module__}.{x.__qualname__}".encode()
+    elif isinstance(x, functools.partial):
+        yield from _all((x.func, x.args, x.keywords), inner)
+    elif isinstance(x, MethodType):
+        yield from _all((x.__func__, x.__self__), inner)
+    elif isinstance(x, list | tuple):
+        yield from _all(x, inner)
+    elif isinstance(x, set | frozenset):
+        yield from sorted(fingerprint(y).encode() for y in x)
+    elif isinstance(x, Mapping):
+        yield from sorted(fingerprint(pair).encode() for pair in x.items())
+    elif isinstance(x, np.ndarray):
+        yield f"{x.shape} {x.dtype}".encode() + np.ascontiguousarray(x).tobytes()
+    elif isinstance(x, np.dtype | np.generic | enum.Enum):
+        yield repr(x).encode()
+    elif isinstance(x, ModuleType):
+        yield x.__name__.encode()
+    elif hasattr(x, "__wrapped__"):
+        yield from _parts(x.__wrapped__, inner)
+    elif dataclasses.is_dataclass(x) or type(x).__module__.startswith(f"{ROOT}."):
+        _check_known(type(x))
+        yield from _parts(dict(getattr(x, "__dict__", {})) or {f.name: getattr(x, f.name) for f in _fields(x)}, inner)
+    else:
+        _check_known(x if hasattr(x, "__qualname__") else type(x))
+        yield repr(x).encode() if not hasattr(x, "__qualname__") else f"{x.__module__}.{x.__qualname__}".encode()
+    yield b">"
+
+
+def _fields(x: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+
+
+def _all(xs: Any, above: frozenset[int]) -> Iterator[bytes]:
+    for x in xs:
+        yield from _parts(x, above)
+
+
+def _function(f: FunctionType, above: frozenset[int]) -> Iterator[bytes]:
+    _check_known(f)
+    yield f"{f.__module__}.{f.__qualname__}".encode()
+    if not f.__module__.startswith(f"{ROOT}."):
+        return
+    cells = []
+    for cell in f.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:
+            # not assigned yet
+            cells.append(None)
+    yield from _all((f.__code__, f.__defaults__, f.__kwdefaults__, cells), above)
+
+
+def _code(code: CodeType, above: frozenset[int]) -> Iterator[bytes]:
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    yield code.co_code
+    yield repr((code.co_flags, code.co_argcount, code.co_kwonlyargcount, names)).encode()
+    yield from _all(code.co_consts, above)
+
+
+def _check_known(x: Any) -> None:
+    module = str(getattr(x, "__module__", None))
+    root = module.split(".")[0]
+    if not module.startswith(f"{ROOT}.") and root not in LIBRARIES:
+        raise UnknownCode(f"{module}.{getattr(x, '__qualname__', x)}")

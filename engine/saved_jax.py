@@ -1,0 +1,272 @@
+"""Compiled programs kept on disk as executables, so that the next start loads them and traces nothing.
+
+XLA's own cache spares compiling, and wants a program lowered to look it up: for a whole warm-up tracing and lowering
+are most of what is left. Here a program is found by what it is made of (`.key`): all code as it is loaded, the model,
+shapes, versions, options, the machine. That names the executable (`.program`), which goes by its lowered text, so that
+a change of code that comes to the same program compiles nothing (decision 030).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.experimental import serialize_executable
+
+from .fingerprint import UnknownCode, fingerprint, loaded_code
+
+log = logging.getLogger("octavo")
+
+ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "CUDA_VISIBLE", "NVIDIA_")
+LOADED = "/octavo/saved/loaded"  # what JAX's listeners are told
+MOST_BYTES = 8 << 30  # of all files together; what was not used for longest goes first
+YOUNG = 60  # seconds for which a file stays, as somebody may be writing it
+CANNOT_LOAD = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, KeyError, IndexError,
+    jax.errors.JaxRuntimeError,
+)  # fmt: skip
+CANNOT_SAVE = ValueError, TypeError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError
+
+
+class Lowers(Protocol):
+    """A program that can be lowered, and run as compiled."""
+
+    def lower(self, *args: Any) -> Any: ...
+
+    def notes(self, *args: Any) -> Any:
+        """What `run` must know beside the executable that was lowered for these arguments; picklable."""
+        ...
+
+    def run(self, compiled: Any, notes: Any, args: tuple) -> Any: ...
+
+
+class Jitted:
+    """A jitted program without static arguments."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+
+    def lower(self, *args: Any) -> Any:
+        return self.program.lower(*args)
+
+    def notes(self, *args: Any) -> None:
+        """Nothing."""
+
+    def run(self, compiled: Any, notes: Any, args: tuple) -> Any:
+        return compiled(*args)
+
+
+class Saved:
+    """A program by kind of call: each from disk, or compiled and put there.
+
+    A kind is the structure, shapes and dtypes of the arguments but `steady`, which are always alike. `what` is the hash
+    of the program.
+    """
+
+    def __init__(self, program: Lowers, what: str, steady: tuple[int, ...], folder: Path) -> None:
+        self.program, self.what, self.steady, self.folder = program, what, frozenset(steady), folder
+        self.ready: dict[Any, tuple[Any, Any]] = {}  # by kind: what was compiled, and notes
+
+    def __call__(self, *args: Any) -> Any:
+        kind = self._kind(args)
+        if kind not in self.ready:
+            self.prepare(*args)()
+        return self.program.run(*self.ready[kind], args)
+
+    def lower(self, *args: Any) -> Any:
+        """As of the program."""
+        return self.program.lower(*args)
+
+    def prepare(self, *args: Any) -> Callable[[], None]:
+        """Lowers the program for these arguments, if it is not on disk. Returns the rest: it may run in a thread."""
+        kind = self._kind(args)
+        if kind in self.ready:
+            return lambda: None
+        key = self.folder / f"{self._key(args)}.key"
+        name = read(key)
+        data = read(self._file(name)) if name else None
+        if data is None:
+            return self._lowered(kind, key, args)
+
+        def load() -> None:
+            found = loaded(data)
+            if found is None:
+                self._lowered(kind, key, args)()
+            else:
+                self.ready[kind] = found
+
+        return load
+
+    def _lowered(self, kind: Any, key: Path, args: tuple) -> Callable[[], None]:
+        lowered = self.program.lower(*args)
+        notes = self.program.notes(*args)
+        content = lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), notes, surroundings()
+        name = hashlib.sha256(repr(content).encode()).digest()
+
+        def compile() -> None:
+            data = read(self._file(name))
+            found = loaded(data) if data else None
+            if found is None:
+                compiled, data = compiled_anew(lowered, notes)
+                found = compiled, notes
+                if data:
+                    write(self._file(name), data)
+            if data:
+                write(key, name)
+            self.ready[kind] = found
+
+        return compile
+
+    def _file(self, name: bytes) -> Path:
+        return self.folder / f"{name.hex()}.program"
+
+    def _kind(self, args: tuple) -> Any:
+        return tuple(_shapes(x) for i, x in enumerate(args) if i not in self.steady)
+
+    def _key(self, args: tuple) -> str:
+        avals = [(str(jax.tree.structure(x)), [_aval(leaf) for leaf in jax.tree.leaves(x)]) for x in args]
+        return hashlib.sha256(repr((self.what, loaded_code(), surroundings(), avals)).encode()).hexdigest()
+
+
+def saved(program: Lowers, fn: Any, about: Any, steady: tuple[int, ...], folder: Path | None) -> Saved | None:
+    """The program kept in that folder. None: without one, or where fn holds code of others, whose changes nobody sees.
+
+    `about` is what makes the program beside fn.
+    """
+    if folder is None:
+        return None
+    try:
+        return Saved(program, fingerprint((fn, about)), steady, folder)
+    except UnknownCode as code:
+        log.info("a program with code of %s is traced at every start", code)
+        return None
+
+
+class _Hits(threading.local):
+    """How many programs this thread has had from XLA's cache."""
+
+    num = 0
+
+
+@functools.cache
+def _hits() -> _Hits:
+    found = _Hits()
+
+    def count(event: str, **kwargs: Any) -> None:
+        found.num += event == "/jax/compilation_cache/cache_hits"
+
+    jax.monitoring.register_event_listener(count)
+    return found
+
+
+def compiled_anew(lowered: Any, notes: Any) -> tuple[Any, bytes | None]:
+    """The program compiled, and what is to be kept of it.
+
+    None of one that came out of XLA's cache: on a CPU it has lost its code once it is serialised again (docs/LOG.md).
+    """
+    hits = _hits()
+    before = hits.num
+    compiled = lowered.compile()
+    if hits.num != before:
+        return compiled, None
+    try:
+        return compiled, pickle.dumps((*serialize_executable.serialize(compiled), notes))
+    except CANNOT_SAVE as error:
+        log.warning("a program cannot be kept for the next start: %s", error)
+        return compiled, None
+
+
+def loaded(data: bytes) -> tuple[Any, Any] | None:
+    """A program and its notes; None, with a warning, if it cannot be loaded."""
+    try:
+        *program, notes = pickle.loads(data)
+        here = jax.local_devices()[:1]
+        compiled = serialize_executable.deserialize_and_load(*program, execution_devices=here)
+        jax.monitoring.record_event(LOADED)
+        return compiled, notes
+    except CANNOT_LOAD as error:
+        log.warning("a program on disk cannot be loaded and is made anew: %s", error)
+        return None
+
+
+def surroundings() -> list[Any]:
+    """What else decides how a program comes out: versions, devices, options."""
+    devices = jax.local_devices()
+    client = devices[0].client
+    here = [(d.id, d.device_kind) for d in devices]
+    config = sorted((name, repr(getattr(jax.config, name, None))) for name in jax.config.values)
+    environment = sorted(item for item in os.environ.items() if item[0].startswith(ENVIRONMENT))
+    versions = jax.__version__, jaxlib.version.__version__, platform.python_version(), np.__version__
+    return [versions, client.platform, client.platform_version, here, config, environment, _host()]
+
+
+@functools.cache
+def _host() -> tuple[Any, ...]:
+    """The CPU: programs for it use what it has, as many threads too."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.machine(), platform.processor(), os.cpu_count()
+    flags = {line for line in info.read_text().splitlines() if line.startswith(("flags", "model name", "Features"))}
+    return platform.machine(), sorted(flags), os.cpu_count()
+
+
+def _shapes(x: Any) -> Any:
+    leaves, tree = jax.tree.flatten(x)
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _aval(x: Any) -> tuple[str, ...]:
+    return str(x.shape), str(x.dtype), str(getattr(x, "weak_type", False))
+
+
+def read(path: Path) -> bytes | None:
+    """What was written; None if nothing was, or it is broken."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    check, data = data[:32], data[32:]
+    if hashlib.sha256(data).digest() != check:
+        log.warning("%s is broken and made anew", path)
+        return None
+    # somebody else's, or gone since: it has been read
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Keeps data, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(file.name, path)
+        _prune(path.parent)
+    except OSError as error:
+        log.warning("a program cannot be kept for the next start: %s", error)
+
+
+@functools.cache
+def _prune(folder: Path) -> None:
+    """Once a process: removes what was not used for longest, if there is too much."""
+    stats = {entry.path: entry.stat() for entry in os.scandir(folder)}
+    kept, now = 0, time.time()
+    for path, stat in sorted(stats.items(), key=lambda item: item[1].st_mtime, reverse=True):
+        kept += stat.st_size
+        if kept > MOST_BYTES and now - stat.st_mtime > YOUNG:
+            os.unlink(path)
