@@ -140,7 +140,13 @@ WORKING = (
     Argument(
         "warmup", "str", "lazy", "lazy: compile on first use; all: compile everything first", choices("lazy", "all")
     ),
-    Argument("compile_cache_dir", "str", None, "keeps compiled programs for the next start (jax only)", text),
+    Argument(
+        "compile_cache_dir",
+        "str",
+        None,
+        "where compiled programs are kept for the next start (jax only); None: in octavo's cache folder",
+        text,
+    ),
     Argument(
         "enable_sleep_mode",
         "bool",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,7 @@ GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # steps of so few tokens are compiled without these: there XLA's own kernels read the weights faster than cuBLAS's
 TUNED_TOKENS = 2
 
+ALIGNMENT = 64  # bytes
 JOINED_SEQS = 64  # the GPU then takes less time for a step of a small model than two calls take of the host
 
 
@@ -193,8 +195,10 @@ class JaxBackend:
 
     def place(self, x: np.ndarray, spec: ArraySpec) -> jax.Array:
         """x on the device, in the spec's dtype. Never shares memory with x."""
-        # device_put keeps aligned numpy memory on a CPU (may_alias=False or not): hand it a copy that nobody else has
-        own = np.array(x, jnp.dtype(spec.dtype or self.dtype))
+        # device_put keeps aligned numpy memory on a CPU (may_alias=False or not): hand it a copy that nobody else has,
+        # and aligned, or it copies that once more
+        own = _aligned(x.shape, jnp.dtype(spec.dtype or self.dtype))
+        own[...] = x
         if jax.process_count() > 1:
             # device_put would first ask whether all processes have the same
             return jax.make_array_from_callback(own.shape, self.sharding(spec), lambda part: own[part])
@@ -266,7 +270,7 @@ class JaxBackend:
 
     def _saved(self, program: Lowers, fn: Callable, about: tuple) -> Saved | None:
         """The program kept on disk, by kinds of those of its arguments (named first in `about`) that vary; or None."""
-        if self.mesh is not None:
+        if self.mesh is not None or self.is_elsewhere:
             return None
         steady = tuple(i for i, name in enumerate(about[0]) if name in self.declared)
         return saved(program, fn, about, steady, self.folder)
@@ -289,10 +293,11 @@ class JaxBackend:
         for program, args in ahead:
             prepared(program, args)()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            waiting = [pool.submit(lowered.compile) for program, args in ahead for lowered in renewals(program, args)]
+            known: set[Any] = set()
+            waiting = [pool.submit(x.compile) for program, args in ahead for x in renewals(program, args, known)]
             for program, args in calls:
                 waiting.append(pool.submit(prepared(program, args)))
-                waiting += [pool.submit(lowered.compile) for lowered in renewals(program, args)]
+                waiting += [pool.submit(lowered.compile) for lowered in renewals(program, args, known)]
             for one in waiting:
                 one.result()
 
@@ -384,15 +389,23 @@ class _Stored:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of anything, where XLA's CPU client takes it as it is."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
 def prepared(program: Any, args: tuple) -> Callable[[], Any]:
     """Lowers a program for these arguments, if it is not on disk; what compiles or loads it."""
     inner = program.program if isinstance(program, Resident) else program
     return program.prepare(*args) if isinstance(inner, Saved) else program.lower(*args).compile
 
 
-def renewals(program: Any, args: tuple) -> list[Any]:
-    """Lowered programs that a later call with other numbers will run beside this one."""
-    return program.renewals(*args) if isinstance(program, Resident) else []
+def renewals(program: Any, args: tuple, known: set[Any]) -> list[Any]:
+    """Lowered programs that a later call with other numbers will run beside this one, of kinds not yet known."""
+    return program.renewals(known, *args) if isinstance(program, Resident) else []
 
 
 def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:

@@ -24,6 +24,9 @@ LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "math", "operato
 ROOMS = tuple(f"{ROOT}.{room}." for room in ("models", "kernels_pallas", "sharding"))
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 
+MOST_ONCE = 32
+_ONCE: dict[int, tuple[Any, str]] = {}
+
 
 class UnknownCode(Exception):
     """A value with code that is not octavo's."""
@@ -39,6 +42,27 @@ def fingerprint(x: Any) -> str:
         h.update(part)
         h.update(b"\0")
     return h.hexdigest()
+
+
+def of_program(fn: Any, *about: Any) -> str:
+    """The hash of a function with what partial() has given it, and of what it is made with.
+
+    Models are large, and given to several: each is hashed once.
+    """
+    parts: list[Any] = [about]
+    while isinstance(fn, functools.partial):
+        parts.append(([_once(x) for x in fn.args], {name: _once(x) for name, x in sorted(fn.keywords.items())}))
+        fn = fn.func
+    return fingerprint((fn, parts))
+
+
+def _once(x: Any) -> str:
+    if id(x) not in _ONCE:
+        if len(_ONCE) >= MOST_ONCE:
+            _ONCE.clear()
+        # held, so that nothing else gets its id
+        _ONCE[id(x)] = x, fingerprint(x)
+    return _ONCE[id(x)][1]
 
 
 def loaded_code() -> str:

@@ -44,10 +44,12 @@ class Resident:
         """As the program's own."""
         return self.program.prepare(*args)
 
-    def renewals(self, *args: Any) -> list[Any]:
-        """Lowered programs that a later call with other numbers will run."""
-        arrays = [x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)]
-        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in arrays]
+    def renewals(self, known: set[Any], *args: Any) -> list[Any]:
+        """Lowered programs that a later call with other numbers will run, but for kinds that are `known`."""
+        arrays = {(x.shape, x.dtype): x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)}
+        new = [x for kind, x in arrays.items() if kind not in known]
+        known |= arrays.keys()
+        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
 
     def _settle(self, place: Any, x: Any) -> Any:
         if not _is_kept(x):

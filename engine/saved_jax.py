@@ -27,7 +27,7 @@ import jaxlib.version
 import numpy as np
 from jax.experimental import serialize_executable
 
-from .fingerprint import UnknownCode, fingerprint, loaded_code
+from .fingerprint import UnknownCode, loaded_code, of_program
 
 log = logging.getLogger("octavo")
 
@@ -150,7 +150,7 @@ def saved(program: Lowers, fn: Any, about: Any, steady: tuple[int, ...], folder:
     if folder is None:
         return None
     try:
-        return Saved(program, fingerprint((fn, about)), steady, folder)
+        return Saved(program, of_program(fn, about), steady, folder)
     except UnknownCode as code:
         log.info("a program with code of %s is traced at every start", code)
         return None
