@@ -48,7 +48,7 @@ class Resident:
         """Lowered programs that a later call with other numbers will run, but for kinds that are `known`."""
         arrays = {(x.shape, x.dtype): x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)}
         new = [x for kind, x in arrays.items() if kind not in known]
-        known |= arrays.keys()
+        known.update(arrays)
         return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
 
     def _settle(self, place: Any, x: Any) -> Any:

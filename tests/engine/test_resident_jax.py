@@ -46,7 +46,7 @@ def test_nothing_compiles_after_the_programs_it_names(dtype):
 
     program = Resident(jax.jit(add), (1,))
     program.lower(*call(0)).compile()
-    known = set()
+    known: set = set()
     for lowered in program.renewals(known, *call(0)):
         lowered.compile()
     assert program.renewals(known, *call(0)) == []
