@@ -63,6 +63,7 @@ GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # steps of so few tokens are compiled without these: there XLA's own kernels read the weights faster than cuBLAS's
 TUNED_TOKENS = 2
 
+READ_BY_COMPILERS = ("XLA_", "JAX_", "LIBTPU_", "CUDA_VISIBLE", "NVIDIA_")  # beginnings of names
 ALIGNMENT = 64  # bytes
 JOINED_SEQS = 64  # the GPU then takes less time for a step of a small model than two calls take of the host
 
@@ -97,6 +98,11 @@ def device_memory() -> int | None:
     """Bytes that JAX may take of the first GPU of this process; None where it does not say."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] if stats else None
+
+
+def compilers_environment() -> list[tuple[str, str]]:
+    """What JAX and XLA's compilers read of the environment."""
+    return sorted(item for item in os.environ.items() if item[0].startswith(READ_BY_COMPILERS))
 
 
 class CompileCounter:
@@ -273,7 +279,7 @@ class JaxBackend:
         if self.mesh is not None or self.is_elsewhere:
             return None
         steady = tuple(i for i, name in enumerate(about[0]) if name in self.declared)
-        return saved(program, fn, about, steady, self.folder)
+        return saved(program, fn, about, steady, self.folder, compilers_environment())
 
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: kernels are compiled with the programs they are in."""

@@ -31,7 +31,6 @@ from .fingerprint import UnknownCode, loaded_code, of_program
 
 log = logging.getLogger("octavo")
 
-ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "CUDA_VISIBLE", "NVIDIA_")
 LOADED = "/octavo/saved/loaded"  # what JAX's listeners are told
 MOST_BYTES = 8 << 30  # of all files together; what was not used for longest goes first
 YOUNG = 60  # seconds for which a file stays, as somebody may be writing it
@@ -74,11 +73,14 @@ class Saved:
     """A program by kind of call: each from disk, or compiled and put there.
 
     A kind is the structure, shapes and dtypes of the arguments but `steady`, which are always alike. `what` is the hash
-    of the program.
+    of the program, `environment` what else of the process compilers look at.
     """
 
-    def __init__(self, program: Lowers, what: str, steady: tuple[int, ...], folder: Path) -> None:
+    def __init__(
+        self, program: Lowers, what: str, steady: tuple[int, ...], folder: Path, environment: Any = None
+    ) -> None:
         self.program, self.what, self.steady, self.folder = program, what, frozenset(steady), folder
+        self.environment = environment
         self.ready: dict[Any, tuple[Any, Any]] = {}  # by kind: what was compiled, and notes
 
     def __call__(self, *args: Any) -> Any:
@@ -114,7 +116,7 @@ class Saved:
     def _lowered(self, kind: Any, key: Path, args: tuple) -> Callable[[], None]:
         lowered = self.program.lower(*args)
         notes = self.program.notes(*args)
-        content = lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), notes, surroundings()
+        content = lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), notes, self.environment, surroundings()
         name = hashlib.sha256(repr(content).encode()).digest()
 
         def compile() -> None:
@@ -139,10 +141,12 @@ class Saved:
 
     def _key(self, args: tuple) -> str:
         avals = [(str(jax.tree.structure(x)), [_aval(leaf) for leaf in jax.tree.leaves(x)]) for x in args]
-        return hashlib.sha256(repr((self.what, loaded_code(), surroundings(), avals)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.what, self.environment, loaded_code(), surroundings(), avals)).encode()).hexdigest()
 
 
-def saved(program: Lowers, fn: Any, about: Any, steady: tuple[int, ...], folder: Path | None) -> Saved | None:
+def saved(
+    program: Lowers, fn: Any, about: Any, steady: tuple[int, ...], folder: Path | None, environment: Any
+) -> Saved | None:
     """The program kept in that folder. None: without one, or where fn holds code of others, whose changes nobody sees.
 
     `about` is what makes the program beside fn.
@@ -150,7 +154,7 @@ def saved(program: Lowers, fn: Any, about: Any, steady: tuple[int, ...], folder:
     if folder is None:
         return None
     try:
-        return Saved(program, of_program(fn, about), steady, folder)
+        return Saved(program, of_program(fn, about), steady, folder, environment)
     except UnknownCode as code:
         log.info("a program with code of %s is traced at every start", code)
         return None
@@ -209,9 +213,8 @@ def surroundings() -> list[Any]:
     client = devices[0].client
     here = [(d.id, d.device_kind) for d in devices]
     config = sorted((name, repr(getattr(jax.config, name, None))) for name in jax.config.values)
-    environment = sorted(item for item in os.environ.items() if item[0].startswith(ENVIRONMENT))
     versions = jax.__version__, jaxlib.version.__version__, platform.python_version(), np.__version__
-    return [versions, client.platform, client.platform_version, here, config, environment, _host()]
+    return [versions, client.platform, client.platform_version, here, config, _host()]
 
 
 @functools.cache
