@@ -116,8 +116,8 @@ class Saved:
     def _lowered(self, kind: Any, key: Path, args: tuple) -> Callable[[], None]:
         lowered = self.program.lower(*args)
         notes = self.program.notes(*args)
-        content = lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), notes, self.environment, surroundings()
-        name = hashlib.sha256(repr(content).encode()).digest()
+        trees = str(lowered.in_tree), str(lowered.out_tree)
+        name = _hash(lowered.as_text(), trees, notes, self.environment, surroundings())
 
         def compile() -> None:
             data = read(self._file(name))
@@ -141,7 +141,7 @@ class Saved:
 
     def _key(self, args: tuple) -> str:
         avals = [(str(jax.tree.structure(x)), [_aval(leaf) for leaf in jax.tree.leaves(x)]) for x in args]
-        return hashlib.sha256(repr((self.what, self.environment, loaded_code(), surroundings(), avals)).encode()).hexdigest()
+        return _hash(self.what, self.environment, loaded_code(), surroundings(), avals).hex()
 
 
 def saved(
@@ -225,6 +225,10 @@ def _host() -> tuple[Any, ...]:
         return platform.machine(), platform.processor(), os.cpu_count()
     flags = {line for line in info.read_text().splitlines() if line.startswith(("flags", "model name", "Features"))}
     return platform.machine(), sorted(flags), os.cpu_count()
+
+
+def _hash(*parts: Any) -> bytes:
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def _shapes(x: Any) -> Any:
