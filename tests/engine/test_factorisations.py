@@ -104,7 +104,7 @@ LARGE_JOINT = [
 ]
 CASES = [
     ("dense", 4, {}),
-    ("dense", 4, PP),
+    ("dense", 4, PP | {"enable_sp": True}),
     ("dense", 2, PP | {"data_parallel_size": 2}),
     ("moe", 2, PP),
     ("moe", 4, PP | EP | TURNS),
