@@ -108,6 +108,7 @@ def failing(*args: Any) -> Any:
         (tiny, 4, {}),
         (tiny, 2, {"async_scheduling": False}),
         (tiny, 3, {"scheduler_order": "prefill_first"}),
+        (tiny, 2, {"tensor_parallel_size": 2, "enable_sp": True}),
         (tiny_moe, 4, {}),
         (tiny_moe, 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
