@@ -19,7 +19,7 @@ from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
 from octavo.engine.devices import kind_of_step
 from octavo.engine.warm_up import padding
-from octavo.models.interface import Sampling
+from octavo.models.interface import Sampling, StepInput
 
 DTYPES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
 MODELS = {"dense": lambda **a: engine(EIGHT_HEADS, **a), "moe": lambda **a: tiny_moe.engine(**a)}
@@ -70,6 +70,27 @@ def test_xla_compiles_the_collectives_that_were_planned(name: str, more: dict[st
     for kind in (Sampling(rows, rows, "truncate"), Sampling(rows, rows, "greedy", num_logprobs=2)):
         head = compiled(runner.head, runner.last_weights, runner.cache.rows, hidden, kind)
         assert found + head == planned(llm, 4, 4, seldom=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, SP], ids=["whole", "sp"])
+def test_the_programs_of_all_stages_have_the_collectives_that_were_planned(more: dict[str, Any]) -> None:
+    llm = MODELS["dense"](backend="jax", tensor_parallel_size=2, pipeline_parallel_size=2, **more)
+    first, last = llm.runner.stages
+    calls = [next(call for call in stage.every_call() if is_step_of(4, call)) for stage in (first, last)]
+    rows, hidden = np.arange(4, dtype=np.int32), np.zeros((4, llm.model.weights["embed"].shape[1]), np.float32)
+    head = compiled(last.head, last.last_weights, last.cache.rows, hidden, Sampling(rows, rows, "greedy"))
+    want = planned(llm, 4, 4)
+    # rows that go on are in no program: the host puts them on the other devices
+    sent = want.pop(("send", hidden.nbytes))
+    assert sent == 1
+    assert compiled(calls[0][0], *calls[0][1]) + compiled(calls[1][0], *calls[1][1]) + head == want
+
+
+def is_step_of(num_tokens: int, call: Any) -> bool:
+    """Whether a warm-up's call is a decode step of so many tokens."""
+    inputs = call[1][-1]
+    return isinstance(inputs, StepInput) and inputs.decode and inputs.num_tokens == num_tokens
 
 
 @pytest.mark.slow
