@@ -333,7 +333,7 @@ class JaxBackend:
 
     def is_ready(self, x: jax.Array) -> bool:
         """Whether x has been computed."""
-        return x.is_ready()
+        return x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self, x: jax.Array) -> np.ndarray:
         """A copy of x on the host."""

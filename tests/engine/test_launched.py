@@ -37,7 +37,7 @@ except RankLostError as error:
 os._exit(0)
 """
 LEAVES = """
-run(backend="torch", pipeline_parallel_size=int(sys.argv[1]), tensor_parallel_size=2 // int(sys.argv[1]))
+run(backend="torch", **{"tensor_parallel_size": 1, sys.argv[1]: 2})
 print("ended", flush=True)
 """
 MEETS = """
@@ -63,8 +63,8 @@ def test_two_jax_processes_and_one_that_is_killed() -> None:
     assert float(lost.split()[1]) < 5 and "ended with status -9" in lost, done.stderr
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_processes_of_torchrun(stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_processes_of_torchrun(size: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENGINE + LEAVES)
     command = [
@@ -75,7 +75,7 @@ def test_processes_of_torchrun(stages: int, tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
         str(script),
-        str(stages),
+        size,
     ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -23,13 +24,15 @@ from oracle import greedy
 from ranks import FALLING, STUMBLING
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, engine, numpy_weights, spec_of, tokens
 
-from octavo.engine import LLM
+from octavo.engine import LLM, AsyncLLM, RequestOutputKind
 from octavo.engine import team as team_module
 from octavo.engine.errors import DivergenceError, RankLostError
 from octavo.engine.runner import StepResult
 from octavo.engine.team import Digest, Done, Failed, Peer, Reset, Result, Team
+from octavo.models.logit_edits import LogitsProcessor
 
 PATIENCE = 20.0  # seconds
+LAST = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
 FALLS = replace(GREEDY, extra_args={"falling": {}})
 
 
@@ -82,6 +85,13 @@ def test_everything_else_that_is_read_comes_from_there_too(tmp_path: Path) -> No
     scores = [[s.logprob for each in llm.score(PROMPTS[:3], [[5, 6]] * 3) for s in each] for llm in (one, two)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
     two.shutdown()
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_embeds": rng.standard_normal((9, EIGHT_HEADS.embed_dim), np.float32)} for _ in range(4)]
+    made = []
+    for llm in (engine(EIGHT_HEADS, backend="torch", enable_prompt_embeds=True), pair(enable_prompt_embeds=True)):
+        made.append(tokens(llm, prompts))
+        llm.shutdown()
+    assert made[0] == made[1]
     pytest.importorskip("llguidance")
     folder = grammar_world.save_tokenizer(tmp_path)
     formed = grammar_world.formed({"regex": "(yes|no|maybe)+"}, logprobs=None)
@@ -97,6 +107,11 @@ def test_everything_else_that_is_read_comes_from_there_too(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_rank_elsewhere_that_fails_alone_ends_the_engine() -> None:
     llm = pair(logits_processors=[STUMBLING])
+    with pytest.raises(ValueError, match="cannot be sent"):
+        llm.register_logits_processor(LogitsProcessor("local", lambda logits, history, params, ops: logits))
+    with pytest.raises(ValueError, match="stumbling"):
+        llm.register_logits_processor(STUMBLING)
+    assert [p.name for p in llm.runner.processors] == ["stumbling"]
     llm.add_request("a", PROMPTS[0], GREEDY)
     llm.add_request("b", PROMPTS[1], replace(GREEDY, extra_args={"stumbling": {}}))
     # it is the first of its replica, so its error is that replica's
@@ -105,6 +120,28 @@ def test_a_rank_elsewhere_that_fails_alone_ends_the_engine() -> None:
             llm.step()
     assert tokens(llm, PROMPTS[:4]) == want(PROMPTS[:4])
     llm.shutdown()
+
+
+@pytest.mark.slow
+def test_an_async_engine_has_replicas_too() -> None:
+    async def made() -> tuple[list[list[int]], dict[str, float]]:
+        given = {"weights": numpy_weights(EIGHT_HEADS), "backend": "torch", "threads": 1, "disable_log_stats": False}
+        sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 120}
+        async with AsyncLLM(spec_of(EIGHT_HEADS), data_parallel_size=2, **given, **sizes) as llm:
+
+            async def tokens_of(prompt: list[int]) -> list[int]:
+                (last,) = [o async for o in llm.generate({"prompt_token_ids": prompt}, LAST) if o.finished]
+                return list(last.outputs[0].token_ids)
+
+            found = await asyncio.gather(*map(tokens_of, PROMPTS[:4]))
+            counts = {
+                m.labels["engine"]: m.value for m in await llm.get_metrics() if m.name == "vllm:generation_tokens"
+            }
+            return found, counts
+
+    found, counts = asyncio.run(made())
+    assert found == want(PROMPTS[:4])
+    assert counts == {"0": 2 * GREEDY.max_tokens, "1": 2 * GREEDY.max_tokens}
 
 
 @pytest.mark.slow
