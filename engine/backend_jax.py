@@ -212,7 +212,7 @@ class JaxBackend:
 
     def bring(self, x: jax.Array) -> jax.Array:
         """x of another backend's devices on all of this one's, as soon as it is there: nobody waits."""
-        return jax.device_put(x, jax.NamedSharding(self.mesh, jax.P()))
+        return jax.device_put(x, self.sharding(ArraySpec(x.shape, (None,) * x.ndim)))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """x placed, then repacked as products like it."""
