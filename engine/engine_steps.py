@@ -134,6 +134,12 @@ class EngineSteps:
             self.structured.wait()
         for replica in full if late else _first_back(full):
             self._attempt(read, replica, failures)
+        if failures:
+            # what fails elsewhere fails for who asked for it, not in a later call of another
+            late.clear()
+            for replica in self.replicas:
+                while replica.unread:
+                    self._attempt(read, replica, failures)
         return touched
 
     def _attempt(self, work: Callable[[Replica], None], replica: Replica, failures: list[BaseException]) -> None:

@@ -177,6 +177,17 @@ def test_nobody_waits_for_the_slowest(max_unread: int, pair: LLM, monkeypatch: p
     assert [outputs[name].outputs[0].token_ids for name in ("slow", "quick")] == [o.outputs[0].token_ids for o in want]
 
 
+def test_a_step_in_flight_elsewhere_fails_for_who_asked_for_it(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, error = pair, RuntimeError("planted")
+    want = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)]
+    # when the one launches its third step, that of the other is in flight
+    for owner, where in ((llm.replicas[0].runner, "launch"), (llm.replicas[1].scheduler, "update")):
+        monkeypatch.setattr(owner, where, failing(getattr(owner, where), error, after=2))
+    with pytest.raises(RuntimeError, match="planted"):
+        llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)] == want
+
+
 def test_what_interrupts_between_replicas_ends_all(pair: LLM) -> None:
     llm = pair
     add(llm, "a", "b")
