@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from ..kernels_pallas.ops import JaxOps
 from ..models.interface import (
@@ -128,8 +129,11 @@ def compile_counter() -> CompileCounter:
 
 
 def use_compile_cache(folder: str) -> None:
-    """Keeps every compiled program under `folder`, for the next process."""
-    jax.config.update("jax_compilation_cache_dir", folder)
+    """Has XLA keep every compiled program under `folder`, for the next process."""
+    if jax.config.jax_compilation_cache_dir != folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        # where something has been compiled without one, JAX would not look again
+        compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -178,8 +182,7 @@ class JaxBackend:
         self.device, self.is_elsewhere = jax.local_devices()[device], device > 0
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
-        if cache_dir is not None:
-            use_compile_cache(str(Path(cache_dir) / "xla"))
+        self.cache_dir = cache_dir
         # arguments whose shapes are always the same; where executables are kept
         self.declared: set[str] = set()
         self.zeroing: dict[Any, Any] = {}
@@ -276,10 +279,13 @@ class JaxBackend:
 
     def _saved(self, program: Lowers, fn: Callable, about: tuple) -> Saved | None:
         """The program kept on disk, by kinds of those of its arguments (named first in `about`) that vary; or None."""
-        if self.mesh is not None or self.is_elsewhere:
-            return None
-        steady = tuple(i for i, name in enumerate(about[0]) if name in self.declared)
-        return saved(program, fn, about, steady, self.folder, compilers_environment())
+        steady, found = tuple(i for i, name in enumerate(about[0]) if name in self.declared), None
+        if self.mesh is None and not self.is_elsewhere:
+            found = saved(program, fn, about, steady, self.folder, compilers_environment())
+        if found is None and self.cache_dir is not None:
+            # only then: what comes out of XLA's cache cannot be kept (saved_jax.compiled_anew)
+            use_compile_cache(str(Path(self.cache_dir) / "xla"))
+        return found
 
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: kernels are compiled with the programs they are in."""

@@ -212,7 +212,9 @@ def surroundings() -> list[Any]:
     devices = jax.local_devices()
     client = devices[0].client
     here = [(d.id, d.device_kind) for d in devices]
-    config = sorted((name, repr(getattr(jax.config, name, None))) for name in jax.config.values)
+    # where programs are kept makes no other program
+    names = sorted(name for name in jax.config.values if "cache" not in name)
+    config = [(name, repr(getattr(jax.config, name, None))) for name in names]
     versions = jax.__version__, jaxlib.version.__version__, platform.python_version(), np.__version__
     return [versions, client.platform, client.platform_version, here, config, _host()]
 
