@@ -116,7 +116,7 @@ CASES = [
     *JOINT,
     *LARGE_JOINT,
     ("dense", 2, DP),
-    ("moe", 1, DP | {"data_parallel_size": 4}),
+    ("dense", 1, DP | {"data_parallel_size": 4}),
 ]
 TORCH = [
     ("dense", 4, {}),
