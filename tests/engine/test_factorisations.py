@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax  # noqa: F401
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -29,8 +29,8 @@ from octavo.models.interface import Mixture, ModelSpec, Routing
 _rng = np.random.default_rng(11)
 SHARED = _rng.integers(0, 97, 19).tolist()
 PROMPTS = [[1, 5, 9, 2], SHARED + [3, 4], _rng.integers(0, 97, 37).tolist(), SHARED + [8]]
-SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=11, n=2, max_tokens=10)
-GREEDY = SamplingParams(temperature=0, max_tokens=14, logprobs=4)
+SAMPLED = SamplingParams(temperature=0.9, seed=11, n=2, max_tokens=6)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=4)
 EP, TURNS = {"enable_expert_parallel": True}, {"expert_placement_strategy": "round_robin"}
 NAMES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 SIZES = {"jax": (2, 4, 8), "torch": (2, 4)}
@@ -144,6 +144,16 @@ def id_of(name: str, more: dict[str, Any]) -> str:
     return "-".join([name, *parts]).replace("enable_expert_parallel", "ep").replace("enable_", "")
 
 
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """XLA compiles with little thought: most of these tests' time goes there."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(("name", "more"), cases("jax"))
 def test_virtual_devices_give_the_tokens_of_one(name: str, more: dict[str, Any]) -> None:
     check(name, "jax", more)
