@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -73,8 +73,9 @@ class RemoteRunner:
     def sleep(self, level: int) -> None:
         self.team.order(lambda number: Sleep(number, level))()
 
-    def wake_up(self, tags: Sequence[str], weights: Any = None) -> None:
-        self.team.order(lambda number: WakeUp(number, tuple(tags), weights))()
+    def wake_up(self, tags: Sequence[str], weights: Any = None) -> Callable[[], None]:
+        """Returns what waits until it has happened there."""
+        return self.team.order(lambda number: WakeUp(number, tuple(tags), weights))
 
     def warm_up(self) -> int:
         """Compiles there; 0: nothing here. Does not wait."""

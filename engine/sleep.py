@@ -82,8 +82,11 @@ class Sleeps(EngineSteps):
                 raise ValueError(f"weights= is given, and tags {list(wanted)} do not name 'weights'")
             if "weights" in wanted:
                 self.runner.check_weights(weights)
-            for runner in self.runners:
-                runner.wake_up(wanted, weights)
+            # those elsewhere first: while they load they wait for what rank 0 loads
+            waits = [runner.wake_up(wanted, weights) for runner in reversed(self.runners)]
+            for wait in waits:
+                if wait:
+                    wait()
             left = tuple(tag for tag in self.asleep if tag not in wanted)
             if not left and self.runner.backend.binds_addresses and self.config.warmup == "all":
                 for runner in self.runners:

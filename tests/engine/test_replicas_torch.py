@@ -145,12 +145,19 @@ def test_an_async_engine_has_replicas_too() -> None:
 
 
 @pytest.mark.slow
-def test_replicas_sleep_and_wake() -> None:
-    llm = pair(enable_sleep_mode=True)
+@pytest.mark.parametrize("level", [1, 2])
+def test_replicas_sleep_and_wake(level: int, tmp_path: Path) -> None:
+    """Of a checkpoint, which rank 0 tells all others when they may load."""
+    tiny_hf = pytest.importorskip("tiny_hf")
+    tiny_hf.save(tiny_hf.make("Llama", seed=3), tmp_path)
+    llm = LLM(str(tmp_path), backend="torch", data_parallel_size=2, skip_tokenizer_init=True, enable_sleep_mode=True,
+              max_model_len=128, num_gpu_blocks_override=64, threads=1)  # fmt: skip
     expected = tokens(llm, PROMPTS[:4])
-    llm.sleep(1)
-    llm.wake_up()
-    assert tokens(llm, PROMPTS[:4]) == expected
+    for tags in (None, ["weights"]):
+        llm.sleep(level)
+        llm.wake_up(tags)
+        llm.wake_up()
+        assert tokens(llm, PROMPTS[:4]) == expected
     llm.shutdown()
 
 
