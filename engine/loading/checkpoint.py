@@ -16,7 +16,6 @@ from .aliases import ALIASES, fetch
 from .gguf import read_gguf
 from .gguf_config import config_from_gguf
 from .gguf_names import gguf_source
-from .hub import hub_folder
 from .source import TensorSource
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -87,6 +86,9 @@ def find_model(model: str | Path, load_format: str, revision: str | None, downlo
         raise ValueError(f"model {name!r} is a file, but not a .gguf file; pass the folder that holds config.json")
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model {name!r}: there is no such file or folder (looked at {path.absolute()})")
+    # its library takes a tenth of a start, and files of one's own do not need it
+    from .hub import hub_folder
+
     return hub_folder(name, load_format, revision, download_dir)
 
 
