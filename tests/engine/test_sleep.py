@@ -247,8 +247,9 @@ llm.shutdown()
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="shards of one process are JAX's")
-def test_shards_on_several_devices() -> None:
-    llm = sleeper("jax", config=EIGHT_HEADS, tensor_parallel_size=2)
+@pytest.mark.parametrize("axis", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("data", "pipeline"))])
+def test_shards_on_several_devices(axis: str) -> None:
+    llm = sleeper("jax", config=EIGHT_HEADS, **{f"{axis}_parallel_size": 2})
     want = [greedy(spec_of(EIGHT_HEADS), numpy_weights(EIGHT_HEADS), p, GREEDY.max_tokens) for p in PROMPTS[:2]]
     assert tokens(llm, PROMPTS[:2]) == want
     before, weights = llm.backend.num_compiles(), list(arrays(llm.runner.weights))
