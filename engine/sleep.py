@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .checks import sequence
+from .child import Caught
 from .config import EngineConfig
 from .engine_steps import EngineSteps
 from .errors import AsleepError
@@ -54,7 +55,13 @@ class Sleeps(EngineSteps):
             if mode == "abort":
                 self.abort(list(self.processor.families))
             while any(r.is_busy for r in self.replicas):
-                self._advance()
+                with Caught() as caught:
+                    self._advance()
+                if caught.error is not None:
+                    if mode == "wait" or not all(r.runner.has_cache for r in self.replicas):
+                        raise caught.error
+                    # whoever it was for is gone
+                    log.warning("sleep: a step of requests that were aborted has failed: %s", caught.error)
             for r in self.replicas:
                 r.scheduler.reset_prefix_cache()
                 self.routing.forget(r.index)

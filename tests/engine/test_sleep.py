@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import subprocess
 import sys
@@ -132,6 +133,25 @@ def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"weights\['final_norm'\] has shape \(3,\), and the model wants \(32,\)"):
         llm.wake_up(weights=weights | {"final_norm": np.ones(3)})
     llm.wake_up(weights=weights)
+    assert tokens(llm, PROMPTS[:1]) == want
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_step_in_flight_that_fails_is_of_those_who_are_waited_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = sleeper()
+    want = tokens(llm, PROMPTS[:1])
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    llm.step()
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "update", fails)
+        with contextlib.nullcontext() if mode == "abort" else pytest.raises(RuntimeError, match="planted"):
+            llm.sleep(mode=mode)
+    assert llm.is_sleeping() == (mode == "abort")
+    llm.wake_up()
     assert tokens(llm, PROMPTS[:1]) == want
 
 
