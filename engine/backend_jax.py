@@ -130,7 +130,7 @@ def compile_counter() -> CompileCounter:
 
 def use_compile_cache(folder: str) -> None:
     """Has XLA keep every compiled program under `folder`, for the next process."""
-    if jax.config.jax_compilation_cache_dir != folder:
+    if jax.config.jax_compilation_cache_dir != folder:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", folder)
         # where something has been compiled without one, JAX would not look again
         compilation_cache.reset_cache()
