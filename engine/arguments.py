@@ -330,6 +330,7 @@ ALIASES = {
 
 SPECULATIVE, LORA, MULTIMODAL = "speculative decoding", "LoRA", "multimodal input"
 OFFLOAD, PARALLEL, SERVER = "swapping and offloading", "this kind of parallelism", "an option of the server"
+HOSTS = "an engine on several hosts"
 
 LATER = (
     Later("quantization", None, "quantization"),
@@ -363,6 +364,13 @@ LATER = (
     Later("decode_context_parallel_size", 1, PARALLEL),
     Later("prefill_context_parallel_size", 1, PARALLEL),
     Later("enable_eplb", False, PARALLEL),
+    Later("data_parallel_backend", "mp", HOSTS),
+    Later("data_parallel_size_local", None, HOSTS),
+    Later("data_parallel_rank", None, HOSTS),
+    Later("data_parallel_address", None, HOSTS),
+    Later("nnodes", 1, HOSTS),
+    Later("node_rank", 0, HOSTS),
+    Later("master_addr", None, HOSTS),
     Later("tokenizer_mode", "auto", "a second kind of tokenizer"),
     Later("tokenizer_revision", None, "a revision for the tokenizer alone"),
     Later("code_revision", None, "code from a checkpoint"),

@@ -198,12 +198,21 @@ def engine_config(model: Any = "smollm2", **arguments: Any) -> EngineConfig:
             f"expert_placement_strategy={config.expert_placement_strategy!r} places nothing without "
             "enable_expert_parallel=True, or sharding_rules for experts"
         )
-    if config.data_parallel_routing == "prefix" and not config.enable_prefix_caching:
-        raise ValueError("data_parallel_routing='prefix' needs enable_prefix_caching: without, no replica has prefixes")
+    _check_routing(config)
     if config.sharding_rules is not None:
         check_known(config.sharding_rules, config.mesh_shape)
     _check_sequence(config)
     return replace(config, max_num_batched_tokens=_budget(config, config.max_model_len))
+
+
+def _check_routing(c: EngineConfig) -> None:
+    """Refuses a rule for replicas where it could choose nothing."""
+    if c.data_parallel_routing == "least_loaded":
+        return
+    if c.data_parallel_size == 1:
+        raise ValueError(f"data_parallel_routing={c.data_parallel_routing!r} with data_parallel_size 1 chooses nothing")
+    if not c.enable_prefix_caching:
+        raise ValueError("data_parallel_routing='prefix' needs enable_prefix_caching: without, no replica has prefixes")
 
 
 def _check_sequence(c: EngineConfig) -> None:

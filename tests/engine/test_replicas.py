@@ -220,8 +220,11 @@ def test_who_looks_inside_wants_one_replica(pair: LLM) -> None:
 def test_prefixes_are_routed_on_where_there_are_any(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pair.routing, LeastLoaded)
     with pytest.raises(ValueError, match="needs enable_prefix_caching"):
-        engine_config(MODEL, data_parallel_routing="prefix", enable_prefix_caching=False)
-    routing = ROUTINGS[engine_config(MODEL, data_parallel_routing="prefix").data_parallel_routing]
+        engine_config(MODEL, data_parallel_size=2, data_parallel_routing="prefix", enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="'prefix' with data_parallel_size 1 chooses nothing"):
+        engine_config(MODEL, data_parallel_routing="prefix")
+    config = engine_config(MODEL, data_parallel_size=2, data_parallel_routing="prefix")
+    routing = ROUTINGS[config.data_parallel_routing]
     monkeypatch.setattr(pair, "routing", routing([r.scheduler for r in pair.replicas]))
     llm = pair
     shared = [list(range(1, 41)), list(range(50, 90))]
