@@ -82,7 +82,7 @@ class Oracle:
         for r in requests:
             if r not in self.running or self.surely_ends(r) or self.budget == 0:
                 continue
-            if several and (r.unread or len(self.plan) == most):
+            if several and (r.unread or len(self.plan) >= most):
                 continue
             n = min(self.threshold(r, r.total - r.computed), self.budget)
             need = ceil((r.computed + n) / self.size) - len(r.blocks)
@@ -106,7 +106,7 @@ class Oracle:
         while self.waiting and self.budget and len(self.running) < self.c.max_num_seqs and not self.victims:
             r = self.waiting[0]
             everybody = len(self.running) + len(self.waiting) + len(aside)
-            if len(self.plan) == ceil(min(everybody, self.c.max_num_seqs) / self.c.batches):
+            if len(self.plan) >= ceil(min(everybody, self.c.max_num_seqs) / self.c.batches):
                 break
             if r.unread:
                 aside.append(self.waiting.pop(0))
