@@ -149,8 +149,22 @@ class _Shared:
             child = Child(__name__, "serve")
             self.children.add(child)
         assert self.tokenizer is not None
-        child.commands.send(self.tokenizer.parts)
+        try:
+            child.commands.send(self.tokenizer.parts)
+        except GONE:
+            # it ended before it began
+            self.lost(child)
+            raise
         return child
+
+    def lost(self, child: Child) -> None:
+        """Takes leave of a process that has ended by itself."""
+        status = child.kill()
+        self.end(child)
+        if not self.closed:
+            log.warning("a tokenizer process ended (exit status %d) and is replaced", status)
+        with self.lock:
+            self.num_restarts += 1
 
     def end(self, child: Child) -> None:
         child.close()
@@ -186,13 +200,8 @@ def _hand_over(shared: _Shared, job: _Job, child: Child | None) -> Child | None:
             value, error = child.results.recv()
         except GONE:
             if child is not None:
-                status = child.kill()
-                shared.end(child)
+                shared.lost(child)
                 child = None
-                if not shared.closed:
-                    log.warning("a tokenizer process ended (exit status %d) and is replaced", status)
-            with shared.lock:
-                shared.num_restarts += 1
             continue
         if error is None:
             job.future.set_result(value)

@@ -19,6 +19,7 @@ from backends import QUIET
 from embedded import embedded_model
 from tiny import GREEDY, VOCAB, engine
 
+from octavo.engine import tokenizer_pool
 from octavo.engine.child import Caught, Child, portable
 from octavo.engine.errors import TokenizerDiedError
 from octavo.engine.loading.checkpoint import open_model
@@ -84,6 +85,26 @@ def test_what_cannot_be_sent_is_that_jobs_error(pool: TokenizerPool) -> None:
     with pytest.raises(Exception, match="pickle"):
         pool.call("apply_chat_template", CHAT[0], tools=[lambda: 0])
     assert pool.call("encode", "x")
+
+
+def test_a_process_that_ends_before_it_begins_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    born: list[int] = []
+
+    def stillborn(*names: str) -> Child:
+        child = Child(*names)
+        born.append(child.pid)
+        if len(born) <= 2:
+            child.kill()
+        return child
+
+    monkeypatch.setattr(tokenizer_pool, "Child", stillborn)
+    both = TokenizerPool(tokenizer, 2)
+    texts = [f"{i}" for i in range(8)]
+    assert both.map("encode", texts) == [tokenizer.encode(text) for text in texts]
+    assert not {*both.pids} & {*born[:2]} and both.stats.num_restarts == 2
+    both.close()
 
 
 def test_a_killed_process_is_replaced_and_its_work_done_again(tokenizer: Tokenizer, pool: TokenizerPool) -> None:
