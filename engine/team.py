@@ -247,7 +247,14 @@ def watch(peers: Sequence[Peer], mail: Mail) -> None:
     """Takes in what the others report until all of them have ended."""
     left = {peer.results: peer for peer in peers}
     while left:
-        for results in wait(list(left)):
+        try:
+            ready = wait(list(left))
+        except OSError:
+            if mail.lost is None:
+                raise
+            # `dismiss` has closed lines that carry both ways: nobody wants to hear of it
+            return
+        for results in ready:
             peer = left[results]  # pyright: ignore[reportArgumentType]
             try:
                 report = pickle.loads(peer.results.recv_bytes())
