@@ -25,6 +25,8 @@ from octavo.engine.bench.requests import dataset_requests, random_requests
 from octavo.engine.bench.workloads import NAMES, workload
 from octavo.engine.cli import app
 
+on_torch = pytest.mark.skipif("torch" not in BACKENDS, reason="threads, and bfloat16 on a CPU, are torch's")
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -280,6 +282,7 @@ def test_throughput_counts_tokens_and_prints_a_table(folder):
     assert "to the first token" in table.stdout and "requests per second" in table.stdout
 
 
+@on_torch
 def test_throughput_takes_prompts_from_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [
@@ -319,6 +322,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(words, says, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@on_torch
 def test_parts_of_the_marks_are_kept_and_not_run_again(folder, tmp_path, monkeypatch):
     out = tmp_path / "marks.json"
     small = {"device": "cpu", "kv_cache_memory_bytes": 2**26, "threads": 1, "warmup": "lazy"}
@@ -363,6 +367,7 @@ def test_an_h200_stands_beside_peers_and_other_machines_do_not():
     assert identical["octavo"] == "3 of 4" and list(identical) == list(told)
 
 
+@on_torch
 def test_attention_alone_is_held_against_float64():
     backend = get_backend("torch", {"device": "cpu", "dtype": "bfloat16", "threads": 1})
     seconds, error = marks_checks.measure(backend, 2, 40, decode=False)
@@ -380,6 +385,7 @@ def _pools(seqs: int, length: int) -> tuple:
     return rng.standard_normal((seqs, 8, 4, 128)), pools, tables
 
 
+@on_torch
 def test_a_profile_says_what_a_step_takes(monkeypatch, folder):
     small = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "threads": 1}
     llm, runs = LLM(str(folder), backend="torch", **small), []
