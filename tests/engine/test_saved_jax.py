@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from oracle import greedy
 from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
@@ -46,9 +47,15 @@ TRACES = Traces()
 
 @pytest.fixture(autouse=True)
 def without_xlas_cache() -> Iterator[None]:
-    """A folder that one test's engine asked for is not the next one's."""
+    """What comes out of the cache that an engine before has asked for cannot be kept."""
+
+    def leave() -> None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+
+    leave()
     yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    leave()
 
 
 def adding(folder: Path, what: str = "adding", by: float = 1.0) -> Saved:
