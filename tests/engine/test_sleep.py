@@ -217,14 +217,19 @@ def test_the_engine_of_an_event_loop() -> None:
     async def work() -> None:
         async with start(BACKENDS[0], enable_sleep_mode=True) as llm:
             want = (await outputs_of(llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)))[-1].outputs[0].token_ids
-            stream = llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)
-            await anext(stream)
             with pytest.raises(ValueError, match="level 0"):
                 await llm.sleep(level=0)
-            await llm.sleep()
-            last = (await outputs_of(stream))[-1]
-            assert last.finished and last.outputs[0].finish_reason == "abort"
-            assert await llm.is_sleeping()
+            # on a busy machine the engine may be done with a request before it hears that it should sleep
+            reasons = []
+            while "abort" not in reasons:
+                assert len(reasons) < 20
+                await llm.wake_up()
+                stream = llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)
+                await anext(stream)
+                await llm.sleep()
+                last = (await outputs_of(stream))[-1]
+                assert last.finished and await llm.is_sleeping()
+                reasons.append(last.outputs[0].finish_reason)
             with pytest.raises(AsleepError, match="wake_up"):
                 await outputs_of(llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG))
             await llm.wake_up(tags=["weights"])
