@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class Remote:
     def call(self, method: str, *arguments: Any) -> Any:
         """The method's result, or the attribute of that name. Raises what is raised there."""
         self.wait()
-        self.child.commands.send((method, arguments))
+        # of one that is gone, the answer says so
+        with contextlib.suppress(*GONE):
+            self.child.commands.send((method, arguments))
         return self._answer()
 
     def wait(self) -> None:

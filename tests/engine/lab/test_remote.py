@@ -43,6 +43,8 @@ def test_what_making_it_raises_is_raised_by_the_first_call():
 def test_a_process_that_is_gone_is_told_with_its_status_and_close_ends_one(counter):
     counter.wait()
     counter.child.process.kill()
+    # then its end of the pipe is closed too
+    counter.child.process.wait()
     with pytest.raises(RuntimeError, match="ended with exit status -9"):
         counter.call("total")
     other = Remote(Counter)
