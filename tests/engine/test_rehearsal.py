@@ -17,10 +17,12 @@ from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
 
 from octavo.engine import LLM
 from octavo.engine.graph_torch import arrays_of, describe
+from octavo.engine.pipeline import Stage
 from octavo.engine.warm_up import every_call, rehearsal
 from octavo.kernels_triton.products import Packed
 from octavo.models import qwen3_moe
 from octavo.models.interface import Mixture, ModelSpec, Routing
+from octavo.models.stage import stage_of, stage_tree
 
 
 class Watched:
@@ -100,3 +102,23 @@ def test_missing_kernels_are_compiled_and_not_launched() -> None:
     known, larger = then.split("larger\n")
     assert known.splitlines() == [f"launched {n}" for n in (kernels[0], *kernels)]
     assert larger.splitlines() == ["compiled norm_kernel", "launched norm_kernel"]
+
+
+def test_a_stage_rehearses_what_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later of two stages: its rows come from the one before."""
+    model = of_one_kind()
+    graphs_on_a_cpu(monkeypatch)
+    llm = LLM(model, weights=weights_of(model), backend="torch", block_size=8, max_num_seqs=4, max_model_len=64,
+              max_num_batched_tokens=32, num_gpu_blocks_override=10, warmup="lazy", threads=1)  # fmt: skip
+    layers, runner = range(1, 3), llm.runner
+    stage = Stage(
+        llm.backend, stage_of(model, layers), llm.layout, stage_tree(model, layers, runner.weights),
+        num_blocks=(10,), max_num_seqs=4, max_model_len=64, shapes=runner.shapes,
+    )  # fmt: skip
+    seen: list[Any] = []
+    for calls, run in ((rehearsal(stage), "rehearse"), (stage.every_call(), "prepare")):
+        seen.append(set())
+        for program, xs in calls:
+            getattr(program, run)(*xs)
+            seen[-1].add((getattr(program.fn.func, "func", program.fn.func).__name__, len(xs)))
+    assert seen[0] == seen[1] and ("forward_all", 3) in seen[0]
