@@ -35,7 +35,7 @@ from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
 from .replicas_jax import JaxReplicas
 from .resident_jax import Resident
-from .saved_jax import LOADED, Jitted, Lowers, Saved, saved
+from .saved_jax import LOADED, Held, Jitted, Lowers, saved
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATIC = {
@@ -242,7 +242,7 @@ class JaxBackend:
         if kind not in self.zeroing:
             made = functools.partial(_zeros, *kind)
             program = jax.jit(made)
-            self.zeroing[kind] = self._saved(Jitted(program), made, ((),)) or program
+            self.zeroing[kind] = self._held(Jitted(program), made, ((),))
         return self.zeroing[kind]()
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
@@ -255,7 +255,7 @@ class JaxBackend:
         if self.lean and small:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
             narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options)
-            program = self._saved(narrow, fn, (args, outs, consumes)) or narrow
+            program = self._held(narrow, fn, (args, outs, consumes))
             return Resident(program, small, self.device if self.is_elsewhere else None)
         fn = functools.partial(fn, ops=self.ops)
         if self.eager:
@@ -265,7 +265,7 @@ class JaxBackend:
             options["donate_argnums"] = at
         if self.mesh is None:
             program = jax.jit(fn, **options)
-            return self._saved(Jitted(program), fn, (args, outs, consumes, self.pure)) or program
+            return self._held(Jitted(program), fn, (args, outs, consumes, self.pure))
         # what is not declared lies everywhere, or is each replica's own
         others = self.sharding(ArraySpec((), ("replicas",) if self.replicas else ()))
         fn = self.replicas.within(fn, args) if self.replicas else fn
@@ -277,15 +277,15 @@ class JaxBackend:
         ins, out = jax.tree.map(lambda s: s.spec, (ins, out))
         return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=out, check_vma=False), **options)
 
-    def _saved(self, program: Lowers, fn: Callable, about: tuple) -> Saved | None:
-        """The program kept on disk, by kinds of those of its arguments (named first in `about`) that vary; or None."""
+    def _held(self, program: Lowers, fn: Callable, about: tuple) -> Held:
+        """The program by kinds of those of its arguments (named first in `about`) that vary; kept on disk if it can."""
         steady, found = tuple(i for i, name in enumerate(about[0]) if name in self.declared), None
         if self.mesh is None and not self.is_elsewhere:
             found = saved(program, fn, about, steady, self.folder, compilers_environment())
         if found is None and self.cache_dir is not None:
             # only then: what comes out of XLA's cache cannot be kept (saved_jax.compiled_anew)
             use_compile_cache(str(Path(self.cache_dir) / "xla"))
-        return found
+        return found or Held(program, steady)
 
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: kernels are compiled with the programs they are in."""
@@ -412,7 +412,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def prepared(program: Any, args: tuple) -> Callable[[], Any]:
     """Lowers a program for these arguments, if it is not on disk; what compiles or loads it."""
     inner = program.program if isinstance(program, Resident) else program
-    return program.prepare(*args) if isinstance(inner, Saved) else program.lower(*args).compile
+    return program.prepare(*args) if isinstance(inner, Held) else program.lower(*args).compile
 
 
 def renewals(program: Any, args: tuple, known: set[Any]) -> list[Any]:

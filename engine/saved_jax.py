@@ -69,18 +69,16 @@ class Jitted:
         return compiled(*args)
 
 
-class Saved:
-    """A program by kind of call: each from disk, or compiled and put there.
+class Held:
+    """A program by kind of call, each compiled once.
 
-    A kind is the structure, shapes and dtypes of the arguments but `steady`, which are always alike. `what` is the hash
-    of the program, `environment` what else of the process compilers look at.
+    A kind is the structure, shapes and dtypes of the arguments but `steady`, which are always alike. The executables
+    are held here: beside programs that were loaded, `jit` does not find again what it was asked to compile ahead
+    (docs/LOG.md).
     """
 
-    def __init__(
-        self, program: Lowers, what: str, steady: tuple[int, ...], folder: Path, environment: Any = None
-    ) -> None:
-        self.program, self.what, self.steady, self.folder = program, what, frozenset(steady), folder
-        self.environment = environment
+    def __init__(self, program: Lowers, steady: tuple[int, ...]) -> None:
+        self.program, self.steady = program, frozenset(steady)
         self.ready: dict[Any, tuple[Any, Any]] = {}  # by kind: what was compiled, and notes
 
     def __call__(self, *args: Any) -> Any:
@@ -94,10 +92,35 @@ class Saved:
         return self.program.lower(*args)
 
     def prepare(self, *args: Any) -> Callable[[], None]:
-        """Lowers the program for these arguments, if it is not on disk. Returns the rest: it may run in a thread."""
+        """Lowers the program for these arguments, if it must be. Returns the rest: it may run in a thread."""
         kind = self._kind(args)
-        if kind in self.ready:
-            return lambda: None
+        return self._begun(kind, args) if kind not in self.ready else lambda: None
+
+    def _begun(self, kind: Any, args: tuple) -> Callable[[], None]:
+        lowered, notes = self.program.lower(*args), self.program.notes(*args)
+
+        def compile() -> None:
+            self.ready[kind] = lowered.compile(), notes
+
+        return compile
+
+    def _kind(self, args: tuple) -> Any:
+        return tuple(_shapes(x) for i, x in enumerate(args) if i not in self.steady)
+
+
+class Saved(Held):
+    """A program each kind of which comes from disk, or is compiled and put there.
+
+    `what` is the hash of the program, `environment` what else of the process compilers look at.
+    """
+
+    def __init__(
+        self, program: Lowers, what: str, steady: tuple[int, ...], folder: Path, environment: Any = None
+    ) -> None:
+        super().__init__(program, steady)
+        self.what, self.folder, self.environment = what, folder, environment
+
+    def _begun(self, kind: Any, args: tuple) -> Callable[[], None]:
         key = self.folder / f"{self._key(args)}.key"
         name = read(key)
         data = read(self._file(name)) if name else None
@@ -135,9 +158,6 @@ class Saved:
 
     def _file(self, name: bytes) -> Path:
         return self.folder / f"{name.hex()}.program"
-
-    def _kind(self, args: tuple) -> Any:
-        return tuple(_shapes(x) for i, x in enumerate(args) if i not in self.steady)
 
     def _key(self, args: tuple) -> str:
         avals = [(str(jax.tree.structure(x)), [_aval(leaf) for leaf in jax.tree.leaves(x)]) for x in args]

@@ -23,7 +23,7 @@ from octavo.engine import fingerprint, saved_jax
 from octavo.engine.backend_jax import compile_counter
 from octavo.engine.narrow_jax import Narrow
 from octavo.engine.resident_jax import Resident
-from octavo.engine.saved_jax import Jitted, Saved
+from octavo.engine.saved_jax import Held, Jitted, Saved
 from octavo.models import layers, step
 from octavo.models.layouts.paged import TokenMajor
 from octavo.models.logit_edits import LogitsProcessor
@@ -204,7 +204,7 @@ def test_code_of_others_is_traced_at_every_start(tmp_path: Path) -> None:
     """A processor of a user's: nobody would see that it has changed. The programs without it are kept."""
     arguments = {"backend": "jax", "compile_cache_dir": str(tmp_path)}
     llm = engine(**arguments, logits_processors=[LogitsProcessor("doubled", doubled)])
-    assert isinstance(llm.runner.head, Saved) and not isinstance(llm.runner.head_with_processors, Saved)
+    assert isinstance(llm.runner.head, Saved) and type(llm.runner.head_with_processors) is Held
     with pytest.raises(fingerprint.UnknownCode, match="doubled"):
         fingerprint.fingerprint({"a": [doubled]})
 
