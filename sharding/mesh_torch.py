@@ -10,7 +10,7 @@ import math
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +20,27 @@ import torch.distributed as dist
 from .rules import place_of
 
 Tensor = torch.Tensor
+Kind = tuple[tuple[int, ...], torch.dtype]  # of an array: its shape, and of what
 TIMEOUT = 120.0  # seconds that a collective waits for a rank that is alive and does not come
 MEETING = 0.001  # seconds between looks at who has come
+
+
+def packed(arrays: Sequence[Tensor]) -> Tensor:
+    """The bytes of these arrays, those with the largest items first, so that each lies where it can be read."""
+    ordered = sorted(arrays, key=lambda x: -x.dtype.itemsize)
+    return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in ordered])
+
+
+def unpacked(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
+    """The arrays of these kinds that `packed` has packed, over the message's memory."""
+    order = sorted(range(len(kinds)), key=lambda i: -kinds[i][1].itemsize)
+    parts = message.split([num_bytes(kinds[i]) for i in order])
+    found = {i: part.view(kinds[i][1]).view(kinds[i][0]) for i, part in zip(order, parts, strict=True)}
+    return [found[i] for i in range(len(kinds))]
+
+
+def num_bytes(kind: Kind) -> int:
+    return math.prod(kind[0]) * kind[1].itemsize
 
 
 class TorchMesh:
@@ -92,18 +111,30 @@ class TorchMesh:
         self._note("reduce-scatter", names, own)
         return own
 
-    def send(self, x: Tensor, name: str) -> None:
-        """Sends x to the next process along an axis; waits only for what was sent one step for each place before."""
-        x = x.contiguous()
+    def send(self, x: Tensor, name: str, along: Sequence[Tensor] = ()) -> None:
+        """Sends x, and arrays that go along with it, to the next process along an axis, as one message.
+
+        Waits only for what was sent one step for each place before.
+        """
+        x = packed([x, *along]) if along else x.contiguous()
         self._note("send", (name,), x)
         self.sent.append((self._group((name,)).send([x], self.place[name] + 1, 0), x))
         if len(self.sent) > self.shape[name]:
             self.sent.popleft()[0].wait()
 
-    def receive(self, x: Tensor, name: str) -> Tensor:
-        """x, filled with what the process before this one along an axis has sent."""
-        self._group((name,)).recv([x], self.place[name] - 1, 0).wait()
-        return x
+    def receive(self, x: Tensor, name: str, along: Sequence[tuple[tuple[int, ...], str | None]] = ()) -> list[Tensor]:
+        """Fills x with what the process before this one along an axis has sent. Returns what came along with it.
+
+        `along`: the shape and dtype of each of these, None for that of x.
+        """
+        kinds = [(tuple(x.shape), x.dtype), *((shape, getattr(torch, d) if d else x.dtype) for shape, d in along)]
+        message = x.new_empty(sum(map(num_bytes, kinds)), dtype=torch.uint8) if along else x
+        self._group((name,)).recv([message], self.place[name] - 1, 0).wait()
+        if not along:
+            return []
+        first, *others = unpacked(message, kinds)
+        x.copy_(first)
+        return others
 
     def renew(self, name: str) -> None:
         """Forgets what was sent along an axis and not received, if all its processes do: they connect anew."""

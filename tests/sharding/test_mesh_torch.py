@@ -92,7 +92,8 @@ def test_what_is_sent_arrives_at_the_next_stage_in_order() -> None:
         for n in range(6):
             x = torch.full((2, 3), 100.0 * mesh.place["tp"] + n)
             if stage:
-                got.append(float(mesh.receive(torch.empty(2, 3), "pp").mean()))
+                mesh.receive(before := torch.empty(2, 3), "pp")
+                got.append(float(before.mean()))
                 x = x + 1000 * stage
             if stage < 2:
                 mesh.send(x, "pp")
@@ -105,6 +106,28 @@ def test_what_is_sent_arrives_at_the_next_stage_in_order() -> None:
         stage, tp = 2 - rank // 2, rank % 2
         assert got == [1000.0 * (stage - 1) + 100 * tp + n for n in range(6 if stage else 0)]
         assert sent == (6 if stage < 2 else 0)
+
+
+def test_what_goes_along_is_part_of_the_message() -> None:
+    """Whatever its shape and dtype, and though what is sent is no array of its own."""
+
+    def run(mesh: TorchMesh) -> tuple[list[list[bool]], dict[tuple, int]]:
+        got = []
+        for n in range(4):
+            x, ids = torch.full((3, 2), n + 0.5).bfloat16(), torch.arange(n, n + 6, dtype=torch.int32).view(2, 3)
+            odd = torch.full((3,), n).bfloat16()
+            if mesh.place["pp"] == 0:
+                mesh.send(x, "pp", [odd, ids.T])
+            else:
+                room = torch.empty(3, 2).bfloat16()
+                others = mesh.receive(room, "pp", [((3,), None), ((3, 2), "int32")])
+                got.append([torch.equal(a, b) for a, b in zip([room, *others], [x, odd, ids.T], strict=True)])
+        mesh.all_reduce(torch.zeros(1), ("pp",))
+        return got, dict(mesh.counts)
+
+    (got, _), (_, counts) = on_every_rank(run, {"pp": 2})
+    assert got == [[True] * 3] * 4
+    assert counts["send", ("pp",), 12 + 6 + 24] == 4
 
 
 def test_what_nobody_received_is_forgotten() -> None:
