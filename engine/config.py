@@ -230,8 +230,6 @@ def check_routed(c: EngineConfig, model: ModelSpec) -> None:
     name = "enable_return_routed_experts=True"
     if model.mixture is None:
         raise ValueError(f"{name}: the model {model.name!r} has no experts")
-    if c.pipeline_parallel_size > 1:
-        raise NotImplementedError(f"{name} with pipeline_parallel_size: tensor_parallel_size works")
     forgets = keeps_of(c.layout).window is not None or keeps_of(c.layout).budget is not None
     if forgets or all(group.window is not None for group in model.groups):
         raise NotImplementedError(

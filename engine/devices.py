@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +117,17 @@ def collectives_of(config: EngineConfig, model: ModelSpec, itemsize: int) -> lis
         # each device's best: bits of a float32, and an int32 id
         note("all-gather", "tokens", ["vocab"], 1, True, 8 * sizes["vocab"])
         note("all-gather", "logits", ["vocab"], 1, True, table.shape[0] * itemsize, seldom=True)
-    if config.pipeline_parallel_size > 1:
-        found.append(Collective("send", "stages", ("pp",), config.pipeline_parallel_size - 1, False, dim * itemsize))
-    return found
+    senders = stages(len(model.attention), config.pipeline_parallel_size)[:-1]
+    sends = Counter(dim * itemsize + _experts_along(config, model, stage.stop) for stage in senders)
+    return found + [Collective("send", "stages", ("pp",), count, False, size) for size, count in sends.items()]
+
+
+def _experts_along(config: EngineConfig, model: ModelSpec, stop: int) -> int:
+    """Bytes a token of the experts in layers below `stop`, which go along with hidden rows there (decision 026)."""
+    asked = config.expert_load_metrics or config.enable_return_routed_experts
+    if config.backend != "torch" or not asked or model.mixture is None:
+        return 0
+    return sum(n < stop for n in model.mixture.layers) * model.mixture.routing.num_chosen * 4
 
 
 def _is_split(spec: ArraySpec, sizes: Mapping[str, int]) -> bool:

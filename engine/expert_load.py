@@ -19,7 +19,7 @@ class ExpertLoad:
         spec = ArraySpec(shape, (None, None), "int32")
         self.shape, self.counts = shape, backend.zeros(backend.replicas.specs(spec) if backend.replicas else spec)
         self.count = backend.compile(count, ("counts", "experts"), ("counts",), "counts")
-        self.taps = expert_taps(mixture)
+        self.taps, self.num_chosen = expert_taps(mixture), mixture.routing.num_chosen
 
     def add(self, rows: Mapping[str, Array]) -> None:
         """Takes in the tapped experts of a step."""

@@ -87,9 +87,9 @@ class JointRunner(Runner):
         if any(p and p.sampled for p in plan.plans):
             output = self._sample_all(plan, hidden.last_RE, masks or [None] * self.replicas.num)
         reads = self._read_all(plan, hidden) if any(p and p.reads for p in plan.plans) else [None] * len(plan.plans)
-        if (routed := hidden.routed) is not None:
-            routed = self.gathered(routed)
-            self.backend.prefetch(routed)
+        routed = tuple(map(self.gathered, hidden.routed))
+        for x in routed:
+            self.backend.prefetch(x)
         return [
             p and Pending(p, output if p.sampled else None, reader, own, routed)
             for p, reader, own in zip(plan.plans, self.readers, reads, strict=True)

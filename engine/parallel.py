@@ -55,11 +55,6 @@ def refuse_unbuilt(config: EngineConfig) -> None:
                                       "distributed_executor_backend")  # fmt: skip
         if config.backend == "jax" and config.num_joint > 1:
             raise NotImplementedError(f"pipeline_parallel_size={size} on JAX with experts shared out over replicas")
-        if config.enable_return_routed_experts or (config.backend == "torch" and config.expert_load_metrics):
-            name = "enable_return_routed_experts" if config.enable_return_routed_experts else "expert_load_metrics"
-            raise NotImplementedError(
-                f"{name} with pipeline_parallel_size={size}: the last stage sees its own experts alone"
-            )
     if (size := config.data_parallel_size) > 1:
         if config.num_joint > 1 and config.step_log:
             raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..models import step
 from ..models.interface import Array, ArraySpec, CacheLayout, ModelSpec, StepInput
-from ..models.stage import HIDDEN, with_rows_from_before
+from ..models.stage import HIDDEN, taps_of, with_rows_from_before
 from .batch import token_input
 from .expert_load import ExpertLoads
 from .plan import Plan
 from .runner import Hidden, Runner
-from .warm_up import Call, forwards, heads, updates
+from .warm_up import Call, experts, forwards, heads, updates
 
 
 class Stage(Runner):
@@ -34,6 +34,11 @@ class Stage(Runner):
     @property
     def is_last(self) -> bool:
         return "final_norm" in self.model.weights
+
+    @property
+    def layers(self) -> range:
+        """Those of the whole model that it has."""
+        return range(self.model.first_layer, self.model.first_layer + len(self.model.attention))
 
     def use(self, model: ModelSpec, layout: CacheLayout) -> None:
         super().use(model, layout)
@@ -58,6 +63,7 @@ class Stage(Runner):
         for program, (weights, cache, inputs) in forwards(self):
             inputs = inputs if self.is_first else with_rows_from_before(inputs, self.room(inputs.num_tokens))
             yield program if self.is_last else self.forward_stage, (weights, cache, inputs)
+        yield from experts(self)
         if self.is_last:
             yield from heads(self)
             yield from self.read_head.calls(self.weights, self.cache.rows, self.own)
@@ -75,13 +81,11 @@ class Earlier(Stage):
         self.send = send
         super().__init__(*args, **kwargs)
 
-    def run(self, inputs: StepInput) -> dict[str, Array]:
-        """Runs the layers on a step, `prepare` having been called. Returns the taps, and "last" on the next devices."""
-        counted = self.expert_load.taps if self.expert_load else ()
-        rows, self.cache = self.forward_stage(self.weights, self.cache, replace(inputs, taps=inputs.taps + counted))
-        if self.expert_load:
-            self.expert_load.add(rows)
-        return rows | {"last": self.send(rows["last"])}
+    def run(self, inputs: StepInput) -> tuple[Array, Hidden]:
+        """Runs the layers on a step, `prepare` having been called. Returns its rows on the next devices, and taps."""
+        inputs = replace(inputs, taps=taps_of(inputs.taps, self.layers) + self.taps)
+        rows, self.cache = self.forward_stage(self.weights, self.cache, inputs)
+        return self.send(rows.pop("last")), self._kept(None, rows)
 
 
 class Pipeline(Stage):
@@ -108,13 +112,13 @@ class Pipeline(Stage):
         super().prepare(plan)
 
     def _run_forward(self, inputs: StepInput) -> Hidden:
-        given, found = inputs, {}
+        given, found, routed = inputs, {}, ()
         for stage in self.earlier:
-            rows = stage.run(given)
-            given = with_rows_from_before(inputs, rows.pop("last"))
-            found |= rows
+            x_TE, kept = stage.run(given)
+            given = with_rows_from_before(inputs, x_TE)
+            found, routed = found | kept.rows, routed + kept.routed
         hidden = super()._run_forward(given)
-        return Hidden(hidden.last_RE, found | hidden.rows)
+        return Hidden(hidden.last_RE, found | hidden.rows, routed + hidden.routed)
 
     def reset(self) -> None:
         for stage in self.earlier:

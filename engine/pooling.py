@@ -120,8 +120,6 @@ def routed_experts(llm: LLM, prompts: Any, use_tqdm: bool) -> list[RoutedExperts
     """Of each prompt, the experts of all its tokens, by layer."""
     if llm.model.mixture is None:
         raise ValueError(f"the model {llm.model.name!r} has no experts")
-    if llm.config.pipeline_parallel_size > 1 and llm.config.backend == "torch":
-        raise NotImplementedError("routed_experts of a pipeline on torch: rank 0 sees those of the last stage alone")
     prompts, names = list_of_prompts(prompts), {n: f"layer.{n}.experts" for n in llm.model.mixture.layers}
     lengths = [len(token_ids_of(prompt, llm.tokenizer, llm.model.vocab_size)) for prompt in prompts]
     wanted = [Wanted(0, n, hidden=tuple(names.values())) for n in lengths]
@@ -139,10 +137,6 @@ def _names(llm: LLM, layers: Sequence[Any]) -> dict[int, str]:
     for layer in layers:
         i = integer("layers", layer, -count - 1, count) % (count + 1)
         names[int(layer)] = "embed" if i == 0 else "norm" if i == count else f"layer.{i - 1}"
-    if llm.config.pipeline_parallel_size > 1 and llm.config.backend == "torch" and {*names.values()} != {"norm"}:
-        raise NotImplementedError(
-            f"hidden_states(layers={list(names)}): rank 0 of a pipeline on torch sees the last layer alone: layers=[-1]"
-        )
     return names
 
 

@@ -28,7 +28,7 @@ class RoutingStack:
     """The program that lays the experts of all layers of a step into one array, [T, layers, chosen]."""
 
     def __init__(self, backend: Backend, mixture: Mixture):
-        self.taps = expert_taps(mixture)
+        self.taps, self.num_chosen = expert_taps(mixture), mixture.routing.num_chosen
         self.run = backend.compile(stacked, ("rows", "experts"), ("routed", "rows"), "rows")
 
     def launch(self, rows: dict[str, Array], found: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:

@@ -16,6 +16,7 @@ from ..models.interface import (
     Array,
     CacheLayout,
     CacheState,
+    Mixture,
     ModelSpec,
     Output,
     Sampling,
@@ -39,7 +40,7 @@ from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
-from .routed_experts import RoutingStack
+from .routed_experts import RoutingStack, expert_taps
 from .shared_prefixes import PrefixFinder
 from .warm_up import JOINED, Call, every_call, rehearsal, run_joined
 
@@ -56,9 +57,9 @@ HEAD = ("last_weights", "rows", "hidden", "sampling"), ("output", "rows"), "rows
 class Hidden:
     """What a forward leaves: the last hidden row of each sequence, and of a mixed step all rows [T, E], by name."""
 
-    last_RE: Array
+    last_RE: Array | None  # None: this is no last stage
     rows: dict[str, Array]
-    routed: Array | None = None  # experts [T, layers, chosen], where requests are told
+    routed: tuple[Array, ...] = ()  # experts [T, layers, chosen] of one stage after the other, where requests are told
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Pending:
     output: Output | None
     backend: Backend
     reads: Reads | None = None
-    routed: Array | None = None
+    routed: tuple[Array, ...] = ()
 
     def is_ready(self) -> bool:
         """Whether what it sampled is there: result() would not wait."""
@@ -97,7 +98,7 @@ class Pending:
     def result(self) -> StepResult:
         """Waits for the step and reads it."""
         reads = self.reads.result(self.plan, self.backend) if self.reads else []
-        routed = None if self.routed is None else self.backend.read(self.routed)
+        routed = np.concatenate([self.backend.read(x) for x in self.routed], 1) if self.routed else None
         if self.output is None:
             return StepResult([], reads=reads, routed=routed)
         count, o = len(self.plan.sampled), self.output
@@ -156,6 +157,7 @@ class Runner:
         masks: bool = False,
         expert_load: bool = False,
         routed: bool = False,
+        mixture: Mixture | None = None,  # the experts of which it knows where tokens went
     ):
         self.backend, self.model, self.shapes, self.digest = backend, model, shapes, digest
         self.logprobs_mode = logprobs_mode
@@ -183,11 +185,19 @@ class Runner:
         self.read_head = ReadHead(backend, model, shapes, logprobs_mode)
         self.set_rows = compile(step.set_rows, ("rows", "at", "values"), ("rows",), "rows")
         self.move_blocks = compile(step.move_blocks, ("groups", "source", "target"), ("groups",), "groups")
-        self.expert_load = ExpertLoad(backend, model.mixture) if expert_load and model.mixture else None
-        self.routed = RoutingStack(backend, model.mixture) if routed and model.mixture else None
+        self.mixture, known = mixture, mixture if self.learns_experts else None
+        # what every step has to keep, sorted as replicas that step together have their taps
+        self.taps = tuple(sorted(expert_taps(mixture))) if mixture and (expert_load or routed) else ()
+        self.expert_load = ExpertLoad(backend, known) if expert_load and known else None
+        self.routed = RoutingStack(backend, known) if routed and known else None
         # of requests that are alive, by id: whoever has them drops them
         self.embeds: WeakValueDictionary[str, PromptEmbeds] = WeakValueDictionary()
         self.reset()
+
+    @property
+    def learns_experts(self) -> bool:
+        """Whether it is here that the experts of a step are counted, and laid out for whoever is told."""
+        return True
 
     def own(self, specs: Any) -> Any:
         """Specs of what each replica has of its own. There is one."""
@@ -306,16 +316,19 @@ class Runner:
         inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
         return replace(inputs, taps=inputs.taps + self.taps) if self.taps else inputs
 
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """What every step has to keep."""
-        return next((x.taps for x in (self.expert_load, self.routed) if x), ())
-
     def _run_forward(self, inputs: StepInput) -> Hidden:
+        return self._kept(*self._run_layers(inputs))
+
+    def _run_layers(self, inputs: StepInput) -> tuple[Array, dict[str, Array]]:
+        """Returns the last hidden row of each sequence, and what else the step keeps."""
         if inputs.decode and not inputs.taps:
             last, self.cache = self.forward(self.weights, self.cache, inputs)
-            return Hidden(last, {})
+            return last, {}
         last, rows, self.cache = self.forward_all(self.weights, self.cache, inputs)
+        return last, rows
+
+    def _kept(self, last: Array | None, rows: dict[str, Array]) -> Hidden:
+        """What a forward leaves, once its experts are counted, and laid out for whoever is told."""
         if self.expert_load:
             self.expert_load.add(rows)
         if not self.routed:
@@ -323,7 +336,7 @@ class Runner:
         routed, of_cache = self.routed.launch(self.cache.rows, rows)
         self.cache = step.with_rows(self.cache, of_cache)
         self.backend.prefetch(routed)
-        return Hidden(last, rows, routed)
+        return Hidden(last, rows, (routed,))
 
     def prepare(self, plan: Plan) -> None:
         """Fills rows and block tables, and moves blocks: all that a step asks for before its layers run."""

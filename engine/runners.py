@@ -49,9 +49,10 @@ def runner_on(backends: Sequence[Any], source: WeightsSource, weights: Any, plan
 def _part(kind: Any, source: WeightsSource, weights: Any, plan: MemoryPlan, masks: bool) -> Any:
     """A Runner of the layers that a source has the weights of."""
     config, model, backend = source.config, source.model, source.backend
+    own = model if source.stage is None else stage_of(model, source.stage)
     runner = kind(
         backend,
-        model if source.stage is None else stage_of(model, source.stage),
+        own,
         config.layout,
         source.first(weights),
         num_blocks=plan.num_blocks,
@@ -64,6 +65,8 @@ def _part(kind: Any, source: WeightsSource, weights: Any, plan: MemoryPlan, mask
         masks=masks,
         expert_load=config.expert_load_metrics,
         routed=config.enable_return_routed_experts,
+        # stages of several processes send on what they keep, up to the last one
+        mixture=(model if config.backend == "torch" else own).mixture,
     )
     runner.source = source
     return runner

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..models.interface import Array, StepInput
 from ..models.logit_edits import LogitsProcessor
-from ..models.stage import HIDDEN, with_rows_from_before
+from ..models.stage import HIDDEN, taps_of, with_rows_from_before
 from .joint_batch import JointPlan
 from .joint_runner import JointRunner
 from .lead_runner import LeadRunner, uninterrupted
@@ -50,18 +50,37 @@ class StageRunner(Stage):
             return super().launch_head(plan, hidden, mask)
         return Pending(plan, None, self.backend)
 
+    @property
+    def learns_experts(self) -> bool:
+        return self.is_last
+
     def room(self, num_tokens: int) -> Array:
         return self.received[:num_tokens]
 
     def _run_forward(self, inputs: StepInput) -> Hidden:
+        found: dict[str, Array] = {}
         if not self.is_first:
             inputs = with_rows_from_before(inputs, self.room(inputs.num_tokens))
-            self.mesh.receive(inputs.extra[HIDDEN], AXIS)
+            found = self._receive(inputs)
         if self.is_last:
-            return super()._run_forward(inputs)
-        found, self.cache = self.forward_stage(self.weights, self.cache, inputs)
-        self.mesh.send(found["last"], AXIS)
+            last, rows = self._run_layers(inputs)
+            return self._kept(last, found | rows)
+        own, self.cache = self.forward_stage(self.weights, self.cache, inputs)
+        found |= own
+        self.mesh.send(found["last"], AXIS, [found[name] for name in taps_of(inputs.taps, range(self.layers.stop))])
         return Hidden(None, {})
+
+    def _receive(self, inputs: StepInput) -> dict[str, Array]:
+        """Fills the step's place for rows from before. Returns the taps that the stages before have kept."""
+        names, x_TE = taps_of(inputs.taps, range(self.layers.start)), inputs.extra[HIDDEN]
+        return dict(zip(names, self.mesh.receive(x_TE, AXIS, [self._kind(name, x_TE) for name in names]), strict=True))
+
+    def _kind(self, tap: str, x_TE: Array) -> tuple[tuple[int, ...], str | None]:
+        """Shape and dtype of a tap that goes along with these rows: ids of experts, or rows as they are."""
+        if tap.endswith(".experts"):
+            assert self.mixture
+            return (len(x_TE), self.mixture.routing.num_chosen), "int32"
+        return tuple(x_TE.shape), None
 
 
 class Later:

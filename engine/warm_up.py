@@ -32,7 +32,7 @@ def _calls(runner: Runner) -> Iterator[Call]:
     yield from updates(runner)
     yield from forwards(runner)
     yield from heads(runner)
-    yield from _experts(runner)
+    yield from experts(runner)
     yield from runner.read_head.calls(runner.weights, runner.cache.rows, runner.own)
 
 
@@ -125,18 +125,18 @@ def _tapped(runner: Runner, inputs: StepInput) -> Call:
     return program, (runner.weights, runner.cache, inputs)
 
 
-def _experts(runner: Runner) -> Iterator[Call]:
+def experts(runner: Runner) -> Iterator[Call]:
     """What is done with the experts that a step was routed to."""
-    shapes, mixture = runner.shapes, runner.model.mixture
-    if not runner.taps or mixture is None:
+    shapes, about = runner.shapes, runner.expert_load or runner.routed
+    if about is None:
         return
     for n in sorted({*shapes.seqs, *shapes.tokens, *shapes.shared, *shapes.shared_tokens}):
-        spec = ArraySpec((n, mixture.routing.num_chosen), (None, None), "int32")
-        experts = tuple(runner.backend.zeros(runner.own(spec)) for _ in runner.taps)
+        spec = ArraySpec((n, about.num_chosen), (None, None), "int32")
+        found = tuple(runner.backend.zeros(runner.own(spec)) for _ in about.taps)
         if runner.expert_load:
-            yield runner.expert_load.count, (runner.expert_load.counts, experts)
+            yield runner.expert_load.count, (runner.expert_load.counts, found)
         if runner.routed:
-            yield runner.routed.run, (runner.cache.rows, experts)
+            yield runner.routed.run, (runner.cache.rows, found)
 
 
 def heads(runner: Runner) -> Iterator[Call]:

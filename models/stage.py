@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,20 @@ def stage_tree(model: ModelSpec, layers: range, tree: dict[str, Any]) -> dict[st
 def rows_from_before(w: dict, step: Step, ops: Any) -> Array:
     """`embed` of a later stage."""
     return ops.constrain(step.extra[HIDDEN], WHOLE, BY_TOKENS)
+
+
+def taps_of(taps: Sequence[str], layers: range) -> tuple[str, ...]:
+    """Those that stages with these layers keep, by name: each once, in an order that is the same in all stages."""
+    return tuple(sorted({name for name in taps if _layer_of(name) in layers}))
+
+
+def _layer_of(tap: str) -> int:
+    """The layer whose stage keeps it; -1: the last stage does, behind all layers."""
+    if tap == "embed":
+        return 0
+    kind, _, rest = tap.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if kind == "layer" and number.isdecimal() else -1
 
 
 def with_rows_from_before(inputs: StepInput, x_TE: Array) -> StepInput:

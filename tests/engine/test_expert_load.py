@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,33 @@ from backends import BACKENDS
 from tiny import GREEDY, PROMPTS
 from tiny_moe import LAYERS, experts_of
 
+PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+EP = {"enable_expert_parallel": True}
+STAGES = {
+    "stages": PP,
+    "four": {"pipeline_parallel_size": 4},
+    "shards": PP | TP | EP | {"enable_sp": True},
+}
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_routed_experts_are_those_of_the_oracle(backend: str) -> None:
-    llm = tiny_moe.engine(backend=backend, max_num_batched_tokens=16)
+
+def cases(fast: str) -> list[Any]:
+    """(backend, arguments): of one device, and of stages. Fast ones are those of the backends named, and two stages."""
+    one = [pytest.param(b, {}, id=b, marks=[pytest.mark.slow] * (b not in fast)) for b in BACKENDS]
+    return one + [
+        pytest.param(b, more, id=f"{b}-{name}", marks=[pytest.mark.slow] * ((b, name) != ("torch", "stages")))
+        for b in BACKENDS
+        for name, more in STAGES.items()
+    ]
+
+
+@pytest.mark.parametrize(("backend", "more"), cases("torch jax"))
+def test_routed_experts_are_those_of_the_oracle(backend: str, more: dict[str, Any]) -> None:
+    llm = tiny_moe.engine(backend=backend, max_num_batched_tokens=16, **more)
     prompts = PROMPTS[:3]
     for out, prompt in zip(llm.routed_experts(prompts, use_tqdm=False), prompts, strict=True):
         assert out.prompt_token_ids == prompt
         assert {n: ids.tolist() for n, ids in out.routed_experts.items()} == experts_of(prompt)
+    llm.shutdown()
 
 
 def test_a_model_without_experts_has_none_to_show() -> None:
@@ -27,10 +47,14 @@ def test_a_model_without_experts_has_none_to_show() -> None:
         tiny.engine(backend=BACKENDS[0]).routed_experts(PROMPTS[:1])
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS])
-def test_metrics_count_every_token_of_every_expert_once(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "more"), cases("torch"))
+def test_metrics_count_every_token_of_every_expert_once(backend: str, more: dict[str, Any]) -> None:
     """Prompts and outputs alike; padding counts nowhere. The last token of an output goes through no layer."""
-    llm = tiny_moe.engine(backend=backend, expert_load_metrics=True, disable_log_stats=False, async_scheduling=False)
+    # overlapped, one device runs a step too many behind an end
+    several = "pipeline_parallel_size" in more
+    llm = tiny_moe.engine(
+        backend=backend, expert_load_metrics=True, disable_log_stats=False, async_scheduling=several, **more
+    )
     assert [m.value for m in llm.get_metrics() if "expert" in m.name] == [0.0] * 8 + [1.0] * len(LAYERS)
     prompts = PROMPTS[:2]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -45,6 +69,7 @@ def test_metrics_count_every_token_of_every_expert_once(backend: str) -> None:
     for n in LAYERS:
         loads = [want[n][i] for i in range(8)]
         assert values["octavo:expert_balancedness", str(n)] == pytest.approx(np.mean(loads) / max(loads))
+    llm.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,10 @@ def test_embeddings_of_one_prompt_and_ids_of_another_and_a_sleep_between() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "more"), [*((b, {}) for b in BACKENDS), ("torch", {"pipeline_parallel_size": 2})], ids=str
+)
+def test_expert_load_counts_the_tokens_of_all_replicas(backend: str, more: dict[str, Any]) -> None:
     def counted(backend: str, **more: Any) -> list[list[int]]:
         llm = tiny_moe.engine(backend=backend, expert_load_metrics=True, disable_log_stats=False, **more)
         llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
@@ -123,7 +125,7 @@ def test_expert_load_counts_the_tokens_of_all_replicas(backend: str) -> None:
         return llm.runner.expert_load.read()
 
     want = counted("torch", async_scheduling=False)
-    assert counted(backend, **EP, async_scheduling=False) == want
+    assert counted(backend, **EP, **more, async_scheduling=False) == want
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_moe
 import torch  # noqa: F401
 from embedded import embedded_model
 from graphed import PLAIN
@@ -85,8 +86,8 @@ def assert_bytes_planned(llm: LLM, said: dict[int, dict[str, Any]]) -> None:
             assert abs(found[name] - planned) <= 0.02 * planned, (rank, name)
 
 
-def check(llm: LLM, config: Any, folder: Path) -> None:
-    """Tokens, then what every rank held and sent."""
+def counted_steps(llm: LLM) -> Counter[int]:
+    """Counts the steps from now on, by their padded number of tokens."""
     steps: Counter[int] = Counter()
     launch = llm.runner.launch_forward
 
@@ -97,6 +98,12 @@ def check(llm: LLM, config: Any, folder: Path) -> None:
         return launch(plan, taps)
 
     llm.runner.launch_forward = counted
+    return steps
+
+
+def check(llm: LLM, config: Any, folder: Path) -> None:
+    """Tokens, then what every rank held and sent."""
+    steps = counted_steps(llm)
     check_tokens(llm, config)
     own = held(llm.runner)
     llm.shutdown()
@@ -227,13 +234,54 @@ def test_what_is_received_lies_where_graphs_read_it(monkeypatch: pytest.MonkeyPa
     assert recorder.replays > 20 and llm.backend.num_compiles() == before > 0
 
 
-def test_what_a_pipeline_does_not_show_is_refused_by_name() -> None:
-    llm = make()
-    with pytest.raises(NotImplementedError, match=r"hidden_states\(layers=\[0, -1\]\)"):
-        llm.hidden_states(PROMPTS[:1], layers=[0, -1])
-    (found,) = llm.hidden_states(PROMPTS[:1], layers=[-1])
-    (one,) = engine(TINY, backend="torch").hidden_states(PROMPTS[:1], layers=[-1])
-    np.testing.assert_allclose(found.hidden_states[-1], one.hidden_states[-1], rtol=0, atol=1e-5)
-    for name in ("expert_load_metrics", "enable_return_routed_experts"):
-        with pytest.raises(NotImplementedError, match=f"{name} with pipeline_parallel_size=2"):
-            make(**{name: True})
+@pytest.mark.slow
+def test_what_goes_along_with_hidden_rows_is_planned(folder: Path) -> None:
+    """Experts of one layer from the first two stages, of two from the third."""
+    llm = tiny_moe.engine(backend="torch", device="cpu", pipeline_parallel_size=4, enable_return_routed_experts=True,
+                          logits_processors=[SPY])  # fmt: skip
+    steps = counted_steps(llm)
+    llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+    llm.shutdown()
+    planned = Counter[int]()
+    for c in llm.memory_plan.collectives:
+        for num_tokens, count in steps.items():
+            planned[c.bytes_of(num_tokens, 0)] += c.count * count
+    found = Counter[int]()
+    for said in reports(folder).values():
+        found.update({size: n for kind, _, size, n in said["counts"] if kind == "send"})
+    assert found == planned and len(llm.memory_plan.collectives) == 2
+
+
+def check_reads(llm: LLM, config: Any) -> None:
+    """Rows of all layers, of several prompts in chunks, beside others that are generated from."""
+    layers, prompts = [0, 1, 2, 3, -1], [PROMPTS[2], PROMPTS[0], PROMPTS[3]]
+    one = engine(config, backend="torch", device="cpu")
+    llm.add_request("beside", PROMPTS[1], GREEDY)
+    for a, b in zip(*(x.hidden_states(prompts, layers, use_tqdm=False) for x in (llm, one)), strict=True):
+        assert a.prompt_token_ids == b.prompt_token_ids and list(a.hidden_states) == layers
+        for n, rows in b.hidden_states.items():
+            np.testing.assert_allclose(a.hidden_states[n], rows, rtol=0, atol=tolerance("float32", "logits"))
+    for a, b in zip(*(x.embed(prompts, pooling="mean", use_tqdm=False) for x in (llm, one)), strict=True):
+        np.testing.assert_allclose(a.outputs.embedding, b.outputs.embedding, rtol=0, atol=1e-5)
+    llm.abort("beside")
+    assert tokens(llm, PROMPTS[:2]) == want(config, PROMPTS[:2])
+    llm.shutdown()
+
+
+def test_rows_of_all_layers_reach_rank_0() -> None:
+    check_reads(make(), TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pp", "more"),
+    [
+        (4, {}),
+        (2, {"tensor_parallel_size": 2, "enable_sp": True}),
+        (2, {"data_parallel_size": 2}),
+    ],
+    ids=["pp4", "tp-sp", "dp"],
+)
+def test_rows_of_all_layers_of_stages_with_shards_and_replicas(pp: int, more: dict[str, Any]) -> None:
+    config = EIGHT_HEADS if "tensor_parallel_size" in more else TINY
+    check_reads(make(config, pp, **more), config)

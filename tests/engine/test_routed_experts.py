@@ -36,16 +36,55 @@ def assert_oracles(outputs: list[RequestOutput]) -> None:
             assert sample.routed_experts.transpose(1, 0, 2).tolist() == [want[n] for n in LAYERS]
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS])
-def test_experts_come_through_chunks_hits_preemptions_and_forks(backend: str) -> None:
-    llm = engine(backend=backend)
+def check(llm: LLM) -> None:
+    """With chunks, hits and preemptions; then with forks."""
     for _ in range(2):
         outputs = llm.generate(PROMPTS[:5], GREEDY, use_tqdm=False)
         assert_oracles(outputs)
-    assert any(o.num_cached_tokens for o in outputs) and llm.scheduler.num_preemptions > 0
+    assert any(o.num_cached_tokens for o in outputs) and any(r.scheduler.num_preemptions for r in llm.replicas)
     outputs = llm.generate(PROMPTS[2:4], replace(RANDOM, n=2), use_tqdm=False)
     assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) == 2
     assert_oracles(outputs)
+    llm.shutdown()
+
+
+SLOW_ON_JAX = [pytest.param(b, marks=[pytest.mark.slow] * (b == "jax")) for b in BACKENDS]
+
+
+@pytest.mark.parametrize("backend", SLOW_ON_JAX)
+def test_experts_come_through_chunks_hits_preemptions_and_forks(backend: str) -> None:
+    check(engine(backend=backend))
+
+
+TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
+EP = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize("backend", SLOW_ON_JAX)
+def test_experts_of_all_stages_in_the_order_of_layers(backend: str) -> None:
+    check(engine(backend=backend, **PP))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pipeline_parallel_size": 4},
+        PP | {"async_scheduling": False},
+        PP | TP,
+        PP | TP | EP | {"enable_sp": True},
+        PP | DP,
+    ],
+    ids=["pp4", "read-at-once", "tp", "tp-ep-sp", "dp"],
+)
+def test_experts_of_stages_with_shards_and_replicas(backend: str, more: dict[str, Any]) -> None:
+    check(engine(backend=backend, **more))
+
+
+@pytest.mark.slow
+def test_experts_of_stages_of_replicas_that_share_them() -> None:
+    check(engine(backend="torch", **PP, **DP, **EP))
 
 
 @pytest.mark.slow
