@@ -18,6 +18,14 @@ CASES: dict[str, dict[str, Any]] = {
     "ep": {"experts": True} | EP,
     "ep-sp-counted": {"experts": True, "expert_load_metrics": True, "disable_log_stats": False} | EP | SP,
     "tp-returned": {"experts": True, "enable_return_routed_experts": True},
+    "stages-counted-returned": {
+        "experts": True,
+        "expert_load_metrics": True,
+        "disable_log_stats": False,
+        "enable_return_routed_experts": True,
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 1,
+    },
     "replicas": EP
     | {"experts": True, "data_parallel_size": 2, "tensor_parallel_size": 1, "num_gpu_blocks_override": 9},
 }
@@ -42,16 +50,20 @@ def engine(experts: bool = False, **more: Any) -> LLM:
     return make(backend="jax", warmup="all", **(arguments | more))
 
 
+def num_compiles(llm: LLM) -> int:
+    return sum(stage.backend.num_compiles() for stage in llm.runner.stages)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_warm_engine_compiles_nothing(case: str) -> None:
     """With chunks, hits, forks and preemptions."""
     llm = engine(**CASES[case])
-    before, num_cached = llm.backend.num_compiles(), 0
+    before, num_cached = num_compiles(llm), 0
     prompts = [p for p in PROMPTS if len(p) < 50][:6]
     for params in PARAMS:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         num_cached += sum(o.num_cached_tokens or 0 for o in outputs)
-    assert llm.backend.num_compiles() == before
+    assert num_compiles(llm) == before
     assert num_cached > 0 and sum(r.scheduler.num_preemptions for r in llm.replicas) > 0
     llm.shutdown()
