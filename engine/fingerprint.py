@@ -1,7 +1,8 @@
 """What a program is, as a hash: equal ones in two processes compute the same. Knows octavo's own code, as it is loaded.
 
 Code is hashed and not files, so that what somebody has changed in this process is seen: a function put in another's
-place, a constant. What comes from elsewhere (a user's layout, processor or model) has no hash: UnknownCode.
+place, a constant. What comes from elsewhere (a user's layout, processor or model, or a function of a notebook's put in
+one of octavo's place) has no hash: UnknownCode.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +25,9 @@ LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "math", "operato
 # what programs are traced through: everything in these may be in a program
 ROOMS = tuple(f"{ROOT}.{room}." for room in ("models", "kernels_pallas", "sharding"))
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
+
+# what the rooms import beside: none of a user's
+OTHERS = frozenset(sys.stdlib_module_names) | {"einops", "flax", "torch"}
 
 MOST_ONCE = 32
 _ONCE: dict[int, tuple[Any, str]] = {}
@@ -65,20 +70,59 @@ def _once(x: Any) -> str:
     return _ONCE[id(x)][1]
 
 
+@dataclasses.dataclass
+class _Seen:
+    """What was in the rooms when they were hashed, held so that nothing else gets its id; and what came of it."""
+
+    values: list[Any]
+    digest: str | UnknownCode
+
+
+_LAST = [_Seen([], "")]
+
+
 def loaded_code() -> str:
-    """The hash of all code that programs are traced through, as it is in this process now."""
-    return _loaded_code(_stamp())
+    """The hash of all code that programs are traced through, as it is in this process now.
+
+    Cheap where all is as it was: programs are made one by one, and each asks. Raises UnknownCode where somebody has put
+    code in there that is not octavo's.
+    """
+    rooms, last = (vars(module) for _, module in _modules()), _LAST[0]
+    now = [x for room in rooms for name, value in room.items() if name[:2] != "__" for x in _reached(value)]
+    if len(now) != len(last.values) or not all(map(operator.is_, now, last.values)):
+        last = _LAST[0] = _Seen(now, _hash_of_rooms())
+    if isinstance(last.digest, UnknownCode):
+        raise UnknownCode(*last.digest.args)
+    return last.digest
 
 
-@functools.lru_cache(maxsize=4)
-def _loaded_code(stamp: int) -> str:
+def _hash_of_rooms() -> str | UnknownCode:
     h = hashlib.sha256()
-    for name, module in _modules():
-        for attribute, x in _own(module):
-            h.update(f"{name}.{attribute}".encode())
-            for part in _shallow(x):
-                h.update(part)
+    try:
+        for name, module in _modules():
+            for attribute, x in _own(module):
+                h.update(f"{name}.{attribute}".encode())
+                for part in _shallow(x):
+                    h.update(part)
+    except UnknownCode as code:
+        return code
     return h.hexdigest()
+
+
+def _reached(x: Any) -> Iterator[Any]:
+    """A value, what its containers hold, and what a class of octavo's has."""
+    yield x
+    if isinstance(x, Mapping):
+        inside: Iterable[Any] = (*x.keys(), *x.values())
+    elif isinstance(x, list | tuple | set | frozenset):
+        inside = tuple(x)
+    elif isinstance(x, type) and x.__module__.startswith(f"{ROOT}."):
+        yield from vars(x).values()
+        return
+    else:
+        return
+    for y in inside:
+        yield from _reached(y)
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
@@ -93,32 +137,31 @@ def _own(x: Any) -> list[tuple[str, Any]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def _stamp() -> int:
-    """Another number once something has another value. Cheap: programs are made one by one, and each asks."""
-    found: list[int] = []
-    for _, module in _modules():
-        for x in vars(module).values():
-            found.append(id(x))
-            if isinstance(x, type) and x.__module__.startswith(f"{ROOT}."):
-                found += map(id, vars(x).values())
-    return hash(tuple(found))
-
-
 def _shallow(x: Any) -> Iterator[bytes]:
     """What a module's attribute is: all of code and constants, of other objects their kind."""
     if isinstance(x, type):
+        _check_no_users(f"{x.__module__}.{x.__qualname__}")
         yield f"type {x.__module__}.{x.__qualname__}".encode()
         if x.__module__.startswith(f"{ROOT}."):
             for name, value in _own(x):
                 yield name.encode()
                 yield from _shallow(getattr(value, "__func__", getattr(value, "fget", value)))
     elif isinstance(x, ModuleType):
+        _check_no_users(x.__name__)
         yield x.__name__.encode()
     else:
         try:
             yield from _parts(x, frozenset())
-        except UnknownCode:
+        except UnknownCode as code:
+            _check_no_users(str(code))
             yield f"{type(x).__module__}.{type(x).__qualname__}".encode()
+
+
+def _check_no_users(name: str) -> None:
+    """Raises UnknownCode for what may be a user's, who changes it from one start to the next."""
+    root = name.split(".")[0]
+    if root not in (ROOT, *LIBRARIES) and root not in OTHERS:
+        raise UnknownCode(name)
 
 
 def _parts(x: Any, above: frozenset[int]) -> Iterator[bytes]:
@@ -197,7 +240,7 @@ def _code(code: CodeType, above: frozenset[int]) -> Iterator[bytes]:
 
 
 def _check_known(x: Any) -> None:
-    module = str(getattr(x, "__module__", None))
+    module = str(getattr(x, "__module__", None) or type(x).__module__)
     root = module.split(".")[0]
     if not module.startswith(f"{ROOT}.") and root not in LIBRARIES:
         raise UnknownCode(f"{module}.{getattr(x, '__qualname__', x)}")

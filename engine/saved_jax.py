@@ -121,7 +121,11 @@ class Saved(Held):
         self.what, self.folder, self.environment = what, folder, environment
 
     def _begun(self, kind: Any, args: tuple) -> Callable[[], None]:
-        key = self.folder / f"{self._key(args)}.key"
+        try:
+            key = self.folder / f"{self._key(args)}.key"
+        except UnknownCode as code:
+            log.info("code of %s is in octavo's place: what is traced through it is not kept", code)
+            return super()._begun(kind, args)
         name = read(key)
         data = read(self._file(name)) if name else None
         if data is None:

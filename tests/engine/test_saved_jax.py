@@ -24,7 +24,8 @@ from octavo.engine.backend_jax import compile_counter
 from octavo.engine.narrow_jax import Narrow
 from octavo.engine.resident_jax import Resident
 from octavo.engine.saved_jax import Held, Jitted, Saved
-from octavo.models import layers, step
+from octavo.kernels_pallas import attention
+from octavo.models import layers, llama, step
 from octavo.models.layouts.paged import TokenMajor
 from octavo.models.logit_edits import LogitsProcessor
 
@@ -221,12 +222,47 @@ def test_what_changes_a_program_changes_its_hash(monkeypatch: pytest.MonkeyPatch
     assert fingerprint.fingerprint({"a": 1, "b": {2, "x"}}) == fingerprint.fingerprint({"b": {"x", 2}, "a": 1})
     found = {whole}
     for target, name, value in (
-        (layers, "linear", doubled),
+        (layers, "linear", layers.split),
         (step, "head", step.forward),
         (saved_jax, "MOST_BYTES", 3),
-        (TokenMajor, "spec", lambda *args: None),
+        (TokenMajor, "spec", TokenMajor.attention),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value, raising=False)
             found.add(fingerprint.loaded_code())
-    assert len(found) == 5 and fingerprint.loaded_code() == whole
+    with monkeypatch.context() as patch:
+        patch.setitem(attention.IMPLEMENTATIONS, "cpu", attention.IMPLEMENTATIONS["reference"])
+        found.add(fingerprint.loaded_code())
+        patch.setitem(attention.PREFERENCE, "cpu", ("reference",))
+        found.add(fingerprint.loaded_code())
+    assert len(found) == 7 and fingerprint.loaded_code() == whole
+
+
+class Mine:
+    """A user's."""
+
+
+@pytest.mark.parametrize("value", [doubled, staticmethod(doubled), {"a": doubled}, Mine, Mine(), sys.modules[__name__]])
+def test_what_a_user_has_put_in_octavos_place_has_no_hash(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fingerprint.loaded_code()
+    for target, name in ((layers, "linear"), (TokenMajor, "spec")):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            with pytest.raises(fingerprint.UnknownCode, match="test_saved_jax"):
+                fingerprint.loaded_code()
+    assert fingerprint.loaded_code() == whole
+
+
+def test_a_users_function_in_octavos_place_is_traced_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was at the last start nobody knows."""
+
+    def times(factor: float) -> Any:
+        return lambda *args, **kwargs: factor * layers.linear(*args, **kwargs)
+
+    found = []
+    for factor in (3.0, -2.0, 1.0):
+        monkeypatch.setattr(llama, "linear", times(factor))
+        found.append(tokens(engine(backend="jax", compile_cache_dir=str(tmp_path)), PROMPTS[:2]))
+    assert found[0] != found[1] != found[2] == WANT
