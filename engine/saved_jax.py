@@ -267,19 +267,28 @@ def _aval(x: Any) -> tuple[str, ...]:
 
 
 def read(path: Path) -> bytes | None:
-    """What was written; None if nothing was, or it is broken."""
+    """What was written; None if nothing was, it is broken, or not from us."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            if not is_ours(os.fstat(file.fileno())):
+                log.warning("%s is another user's, or others may write it: it is made anew", path)
+                return None
+            data = file.read()
     except OSError:
         return None
     check, data = data[:32], data[32:]
     if hashlib.sha256(data).digest() != check:
         log.warning("%s is broken and made anew", path)
         return None
-    # somebody else's, or gone since: it has been read
+    # the system's, or gone since: it has been read
     with contextlib.suppress(OSError):
         os.utime(path)
     return data
+
+
+def is_ours(stat: os.stat_result) -> bool:
+    """Whether what a file holds can only be from this user or the system: a program that is loaded can do anything."""
+    return os.name != "posix" or (stat.st_uid in (0, os.geteuid()) and not stat.st_mode & 0o022)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -118,6 +118,24 @@ def test_a_broken_file_is_made_anew_with_a_warning(
     assert TRACES.num == traced
 
 
+@pytest.mark.skipif(os.name != "posix", reason="who owns a file")
+def test_what_others_could_have_written_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = {"sum": jnp.ones(3)}, np.ones(3, np.float32)
+    adding(tmp_path).prepare(*args)()
+    (path,) = tmp_path.glob("*.program")
+    assert path.stat().st_mode & 0o777 == 0o600
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        traced = TRACES.num
+        adding(tmp_path).prepare(*args)()
+        assert TRACES.num > traced and path.stat().st_mode & 0o777 == 0o600
+        assert "others may write it" in caplog.text
+        caplog.clear()
+    # st_mode, ..., st_uid
+    for uid, ours in ((os.geteuid(), True), (0, True), (os.geteuid() + 1, False)):
+        assert saved_jax.is_ours(os.stat_result((0o100600, 0, 0, 1, uid, 0, 0, 0, 0, 0))) == ours
+
+
 def test_what_came_from_xlas_cache_is_not_kept(tmp_path: Path) -> None:
     """XLA's CPU compiler loses the code of such a program when it is serialised again."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
