@@ -293,22 +293,33 @@ def is_ours(stat: os.stat_result) -> bool:
 
 def write(path: Path, data: bytes) -> None:
     """Keeps data, whole or not at all."""
+    name = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        # only for this user
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with open(descriptor, "wb") as file:
             file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, path)
-        _prune(path.parent)
+        os.replace(name, path)
     except OSError as error:
         log.warning("a program cannot be kept for the next start: %s", error)
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        return
+    _prune(path.parent)
 
 
 @functools.cache
 def _prune(folder: Path) -> None:
-    """Once a process: removes what was not used for longest, if there is too much."""
-    stats = {entry.path: entry.stat() for entry in os.scandir(folder)}
+    """Once a process, as others may: removes what was not used for longest, if there is too much."""
+    stats = {}
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            stats[entry.path] = entry.stat()
     kept, now = 0, time.time()
     for path, stat in sorted(stats.items(), key=lambda item: item[1].st_mtime, reverse=True):
         kept += stat.st_size
         if kept > MOST_BYTES and now - stat.st_mtime > YOUNG:
-            os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)

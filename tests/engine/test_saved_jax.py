@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -134,6 +136,35 @@ def test_what_others_could_have_written_is_not_loaded(tmp_path: Path, caplog: py
     # st_mode, ..., st_uid
     for uid, ours in ((os.geteuid(), True), (0, True), (os.geteuid() + 1, False)):
         assert saved_jax.is_ours(os.stat_result((0o100600, 0, 0, 1, uid, 0, 0, 0, 0, 0))) == ours
+
+
+def test_old_programs_go_while_others_remove_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for age in range(4):
+        path = tmp_path / f"{age}.program"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (time.time() - 1000 * age - 1000,) * 2)
+    gone = SimpleNamespace(path=str(tmp_path / "gone"), stat=failing)
+    entries = [*os.scandir(tmp_path)]
+    monkeypatch.setattr(saved_jax, "MOST_BYTES", 200)
+    monkeypatch.setattr(os, "scandir", lambda folder: [gone, *entries])
+    (tmp_path / "3.program").unlink()
+    saved_jax.write(tmp_path / "new.program", b"y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.program", "1.program", "new.program"]
+    assert not caplog.text
+
+
+def failing(*args: Any) -> Any:
+    raise FileNotFoundError("it is gone")
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "replace", failing)
+    saved_jax.write(tmp_path / "new.program", b"y")
+    assert not list(tmp_path.iterdir()) and "cannot be kept for the next start: it is gone" in caplog.text
 
 
 def test_what_came_from_xlas_cache_is_not_kept(tmp_path: Path) -> None:
