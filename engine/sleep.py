@@ -58,7 +58,8 @@ class Sleeps(EngineSteps):
                 with Caught() as caught:
                     self._advance()
                 if caught.error is not None:
-                    if mode == "wait" or not all(r.runner.has_cache for r in self.replicas):
+                    is_failure = isinstance(caught.error, Exception)
+                    if mode == "wait" or not is_failure or not all(r.runner.has_cache for r in self.replicas):
                         raise caught.error
                     # whoever it was for is gone
                     log.warning("sleep: a step of requests that were aborted has failed: %s", caught.error)

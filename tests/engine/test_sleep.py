@@ -155,6 +155,21 @@ def test_a_step_in_flight_that_fails_is_of_those_who_are_waited_for(mode: str, m
     assert tokens(llm, PROMPTS[:1]) == want
 
 
+def test_an_interrupt_is_nobodys_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = sleeper()
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    llm.step()
+
+    def interrupts(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "update", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep()
+    assert not llm.is_sleeping()
+
+
 def test_it_wakes_with_other_weights() -> None:
     llm, other = sleeper(), numpy_weights(TINY, seed=1)
     want = [greedy(spec_of(TINY), other, PROMPTS[0], GREEDY.max_tokens)]
