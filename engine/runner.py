@@ -265,13 +265,17 @@ class Runner:
 
     def check_weights(self, weights: Any) -> None:
         """Raises ValueError if wake_up could not bring them back: others, if given."""
-        if weights is not None or self.stored is None:
+        if weights is not None or not (self.has_weights or self.stored is not None):
             assert self.source
             self.source.check(weights)
 
     def wake_up(self, tags: Sequence[str], weights: Any = None) -> None:
-        """Brings back "weights" (others, if given) and an empty "kv_cache"."""
-        if "weights" in tags:
+        """Brings back "weights" (others, if given) and an empty "kv_cache". What came back before a failure is kept."""
+        if "weights" in tags and (weights is not None or not self.has_weights):
+            if self.has_weights:
+                old = self.weights
+                del self.weights, self.last_weights
+                self.backend.free(old)
             if weights is None and self.stored is not None:
                 self._use_weights(self.backend.restore(self.stored))
             else:
@@ -290,6 +294,11 @@ class Runner:
     def load_of_all(self) -> ExpertLoad | None:
         """The load of all stages' experts."""
         return self.expert_load
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are on the device: not asleep."""
+        return "weights" in vars(self)
 
     @property
     def has_cache(self) -> bool:

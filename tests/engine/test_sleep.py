@@ -170,6 +170,29 @@ def test_an_interrupt_is_nobodys_to_keep(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not llm.is_sleeping()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waking_up_goes_on_where_it_failed(backend: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no room for the cache; the weights are back, and asked of nobody again."""
+    llm, weights = sleeper(backend), numpy_weights(TINY)
+    want = tokens(llm, PROMPTS[:1])
+
+    def no_room(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    for again in (None, weights):
+        llm.sleep(level)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.backend, "zeros", no_room)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                llm.wake_up(weights=weights if level == 2 else None)
+        assert llm.is_sleeping()
+        before = list(arrays(llm.runner.weights))
+        llm.wake_up(weights=again)
+        assert again is None or level == 1 or not set(map(id, before)) & set(map(id, arrays(llm.runner.weights)))
+        assert tokens(llm, PROMPTS[:1]) == want
+
+
 def test_it_wakes_with_other_weights() -> None:
     llm, other = sleeper(), numpy_weights(TINY, seed=1)
     want = [greedy(spec_of(TINY), other, PROMPTS[0], GREEDY.max_tokens)]
