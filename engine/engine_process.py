@@ -15,6 +15,7 @@ from .errors import RequestFailedError
 from .llm import LLM
 from .messages import QUESTIONS, Abort, Add, Answer, Ask, Command, Ended, Failed, News, Ready, Report, Start
 from .outputs import RequestOutput
+from .request import Request
 from .sleep import check_sleep
 
 log = logging.getLogger("octavo")
@@ -60,6 +61,11 @@ def _listen(commands: Connection, inbox: SimpleQueue[Command | Ended]) -> None:
             inbox.put(_received(commands))
     except GONE:
         os._exit(0)
+
+
+def has_failed(r: Request) -> bool:
+    """Whether a step that failed has ended it."""
+    return r.finish_reason == "error" and r.error is None
 
 
 class Engine:
@@ -145,7 +151,8 @@ class Engine:
         error = RequestFailedError(f"a step failed: {type(caught.error).__name__}: {caught.error}")
         for name, number in list(self.numbers.items()):
             family = self.llm.processor.families.get(name)
-            if family is None or family.finished:
+            # what has ended well, or by a fault of its own, is news of the next step
+            if family is None or any(has_failed(m.request) for m in family.members):
                 self.llm.abort(name)
                 self._forget(number)
                 self._send(Ended(number, error))

@@ -25,7 +25,7 @@ from tiny import engine as tiny_engine
 from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
 from octavo.engine.child import Child
 from octavo.engine.engine_process import Engine
-from octavo.engine.messages import Add
+from octavo.engine.messages import Add, Ended, News
 
 LONG, SHORT = replace(GREEDY, max_tokens=100), replace(GREEDY, max_tokens=3)
 
@@ -102,6 +102,29 @@ def test_an_engine_whose_cache_cannot_be_made_anew_ends(monkeypatch: pytest.Monk
         else:
             engine._step()
     assert [type(report.error) for report in told] == [RequestFailedError] * 2
+
+
+def test_what_ended_well_in_a_step_that_fails_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request of a step is read, and ends; then the step fails, which is the fate of the other one alone."""
+    llm, told = tiny_engine(backend=BACKENDS[0]), []
+    engine = Engine(llm, SimpleQueue(), SimpleNamespace(send=told.append))
+    engine._add(Add(0, "short", PROMPTS[0], replace(GREEDY, max_tokens=1), 0, None))
+    engine._add(Add(1, "long", PROMPTS[0], LONG, 0, None))
+    push = llm.processor.push
+
+    def fails(request: Any, *args: Any) -> Any:
+        if request.id == "long":
+            raise RuntimeError("planted")
+        return push(request, *args)
+
+    monkeypatch.setattr(llm.processor, "push", fails)
+    while llm.has_unfinished_requests():
+        engine._step()
+    reports = {r.number: r.error for r in told if isinstance(r, Ended)}
+    ((number, output),) = next(r.outputs for r in told if isinstance(r, News))
+    assert list(reports) == [1] and isinstance(reports[1], RequestFailedError)
+    assert number == 0 and output.finished and output.outputs[0].finish_reason == "length"
+    assert not engine.numbers and not llm.processor.families
 
 
 def test_shutting_down_ends_what_is_open() -> None:
