@@ -14,7 +14,7 @@ from ..sharding.mesh_torch import TorchMesh
 if TYPE_CHECKING:
     from .world import World
 
-HOST = "127.0.0.1"
+HOST, LEADER = "127.0.0.1", "octavo/leader"
 PATIENCE = timedelta(seconds=120)  # for a process that is starting
 
 
@@ -43,10 +43,13 @@ class Board:
         self.store = store
 
     def write(self, data: bytes) -> None:
-        self.store.set("octavo/leader", data.hex())
+        if self.store.check([LEADER]):
+            # they serve an engine to its end, and then leave
+            raise ValueError("torchrun's other processes have served an engine already: one engine a run")
+        self.store.set(LEADER, data.hex())
 
     def read(self) -> bytes:
-        return bytes.fromhex(self.store.get("octavo/leader").decode())
+        return bytes.fromhex(self.store.get(LEADER).decode())
 
 
 def check_devices(size: int, words: str, device: str) -> None:

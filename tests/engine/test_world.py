@@ -81,6 +81,14 @@ def test_what_rank_0_writes_where_torch_meets_is_what_others_read() -> None:
     assert world_torch.Board(world_torch.client_store(meeting)).read() == bytes(range(256))
 
 
+def test_a_second_engine_of_a_run_is_refused_and_waits_for_nobody() -> None:
+    store, _ = world_torch.host_store()
+    world_torch.Board(store).write(b"first")
+    with pytest.raises(ValueError, match="have served an engine already: one engine a run"):
+        world_torch.Board(store).write(b"second")
+    assert world_torch.Board(store).read() == b"first"
+
+
 def test_each_rank_takes_the_gpu_of_its_place_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its collectives are what a lost rank aborts."""
     taken: list[int] = []
