@@ -55,7 +55,8 @@ def dataset_requests(
     A .jsonl file has one item a line, any other is a JSON list of them. An item is a string; an object with "prompt",
     and maybe "output_tokens"; or ShareGPT's {"conversations": [{"value": ...}, ...]}, whose first value is the prompt
     and whose second says how many tokens to make. `output_len` overrules both, and stands where neither is there (128
-    if it is None). Left out are prompts of under 4 tokens, and what together is longer than `longest` tokens.
+    if it is None). Left out are prompts of under 4 tokens, those of which nothing is to be made, and what together is
+    longer than `longest` tokens.
     Raises ValueError for an item of another form, and if there are fewer than count.
     """
     pairs = list(_pairs(path))
@@ -66,8 +67,8 @@ def dataset_requests(
             break
         ids = list(tokenizer.encode(prompt))
         said = len(tokenizer.encode(answer, add_special_tokens=False)) if isinstance(answer, str) else answer
-        out = output_len or said or 128
-        if len(ids) >= SHORTEST and len(ids) + out <= longest:
+        out = output_len or (128 if said is None else said)
+        if out and len(ids) >= SHORTEST and len(ids) + out <= longest:
             found.append((ids, out))
     if len(found) < (count or 1):
         raise ValueError(
@@ -81,14 +82,16 @@ def _pairs(path: Path) -> Iterator[tuple[str, str | int | None]]:
     """Prompts, and their answer as text, or how many tokens to make."""
     text = read_text(path)
     if path.suffix == ".jsonl":
-        items = [_parsed(line, f"{path}: line {i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        # not splitlines, which ends lines within strings too, at U+2028
+        items = [_parsed(line, f"{path}: line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         items = _parsed(text, str(path))
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise ValueError(f"{path} is no list of prompts: expected [...], or a .jsonl file with an item a line")
     for i, item in enumerate(items, 1):
-        # a conversation of one turn has no answer, and is left out, as in vLLM
-        if isinstance(item, dict) and len(item.get("conversations") or "  ") < 2:
+        # a conversation of less than two turns has no answer, and is left out, as in vLLM
+        turns = item.get("conversations") if isinstance(item, dict) and "prompt" not in item else None
+        if isinstance(turns, list) and len(turns) < 2:
             continue
         yield _pair(item, f"{path}: item {i}")
 

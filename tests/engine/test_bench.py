@@ -104,13 +104,16 @@ def test_sharegpt_prompts_are_first_turns_and_the_answers_say_how_long(tmp_path)
         said("abcdef", "gh"),
         said("ab", "short"),
         said("x" * 28, "ab"),
+        said("nothing", ""),
+        said(),
     ]
     path = tmp_path / "chats.json"
     path.write_text(json.dumps(items))
-    # without an answer, under 4 tokens, and over 30 together: left out
+    # without an answer, or with an empty one, under 4 tokens, and over 30 together: left out
     found = _dataset(path)
     assert sorted((len(ids), count) for ids, count in found) == [(6, 5), (7, 2)]
-    assert sorted(_dataset(path, output_len=9)) == sorted((ids, 9) for ids, _ in found)
+    asked = {"".join(map(chr, ids[1:])) for ids, count in _dataset(path, output_len=9) if count == 9}
+    assert asked == {"three", "abcdef", "nothing"}
     assert len(_dataset(path, count=1)) == 1
     with pytest.raises(ValueError, match=r"has 2 prompts .* expected 3"):
         _dataset(path, count=3)
@@ -118,9 +121,13 @@ def test_sharegpt_prompts_are_first_turns_and_the_answers_say_how_long(tmp_path)
 
 def test_prompts_of_jsonl_may_say_how_long(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('"alpha"\n\n{"prompt": "beta", "output_tokens": 7}\n{"prompt": "gamma"}\n')
+    # a separator of lines that JSON lets stand in strings, and a line of Windows
+    path.write_text(
+        '"alpha"\n\n{"prompt": "beta", "output_tokens": 7}\r\n{"prompt": "gam\u2028ma"}\n', encoding="utf-8"
+    )
     found = _dataset(path, longest=200)
-    assert sorted(("".join(map(chr, ids[1:])), n) for ids, n in found) == [("alpha", 128), ("beta", 7), ("gamma", 128)]
+    told = [("alpha", 128), ("beta", 7), ("gam\u2028ma", 128)]
+    assert sorted(("".join(map(chr, ids[1:])), n) for ids, n in found) == told
     assert {tuple(map(tuple, [i for i, _ in _dataset(path, longest=200, seed=s)])) for s in range(20)} != {
         tuple(tuple(ids) for ids, _ in found)
     }
@@ -134,6 +141,7 @@ def test_prompts_of_jsonl_may_say_how_long(tmp_path):
         ('{"prompt": "x"}', "no list of prompts"),
         ('[{"prompt": "long enough", "output_tokens": 0}]', "output_tokens"),
         ('[{"conversations": [{"value": 1}, {"value": "x"}]}]', "item 1 has no prompt"),
+        ('[{"conversations": 5}]', "item 1 has no prompt"),
     ],
 )
 def test_wrong_datasets_are_named(tmp_path, text, says):
