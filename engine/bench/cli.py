@@ -51,6 +51,7 @@ def latency(
         from .measuring import latency as measure
         from .requests import random_requests
 
+        integer("batch_size", batch_size, 1)
         integer("num_iters_warmup", num_iters_warmup, 0)
         integer("num_iters", num_iters, 1)
         # wrong numbers are said before a model is loaded

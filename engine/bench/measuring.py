@@ -53,13 +53,14 @@ def run(llm: LLM, asked: Workload, *, detokenize: bool = True, bar: Progress | N
     without all of its tokens."""
     found: dict[str, Timed] = {}
     started = time.perf_counter()
-    for i, (ids, count) in enumerate(asked):
-        params = SamplingParams(
-            temperature=0, max_tokens=count, ignore_eos=True, detokenize=detokenize, output_kind=RequestOutputKind.DELTA
-        )
-        llm.add_request(f"bench-{i}", {"prompt_token_ids": ids}, params)
-        found[f"bench-{i}"] = Timed(len(ids))
+    kind = RequestOutputKind.DELTA
     try:
+        for i, (ids, count) in enumerate(asked):
+            params = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=detokenize, output_kind=kind
+            )
+            llm.add_request(f"bench-{i}", {"prompt_token_ids": ids}, params)
+            found[f"bench-{i}"] = Timed(len(ids))
         while llm.has_unfinished_requests():
             outputs = llm.step()
             now, new = time.perf_counter() - started, 0

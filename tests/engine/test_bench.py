@@ -239,6 +239,13 @@ def test_an_engine_makes_exactly_what_is_asked(backend):
     assert not llm.has_unfinished_requests()
 
 
+def test_an_engine_that_cannot_take_all_is_left_as_it_was() -> None:
+    llm = tiny.engine(backend=BACKENDS[0])
+    with pytest.raises(ValueError, match="max_model_len 128"):
+        measuring.run(llm, [([3, 4], 5), ([3] * 200, 5)])
+    assert not llm.has_unfinished_requests()
+
+
 def test_latency_prints_what_it_writes(folder, tmp_path):
     path = tmp_path / "found.json"
     words = [
@@ -309,7 +316,7 @@ def test_throughput_takes_prompts_from_a_file(tmp_path):
     "words, says",
     [
         (["latency", "--num-iters", "0"], "num_iters"),
-        (["latency", "--batch-size", "0"], "num_prompts"),
+        (["latency", "--batch-size", "0"], "batch_size 0"),
         (["throughput", "--random-range-ratio", "1"], "random_range_ratio"),
         (["throughput", "--dataset-path", __file__, "--input-len", "3"], "--input-len"),
         (["throughput", "--dataset-path", "no-such-file"], "no-such-file"),
