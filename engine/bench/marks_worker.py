@@ -88,8 +88,8 @@ def work(job: dict[str, Any]) -> None:
         return start(backend, device, model, **(job["arguments"] | more))
 
     llm = make()
-    # the second process finds what the first has compiled
-    warm = named + "startup" in results and not job["again"]
+    # the second process, that of parts that are no workloads, finds what the first has compiled
+    warm = named + "startup" in results and not (job["again"] and any(part in NAMES for part in job["parts"]))
     results.put(
         named + ("startup-warm" if warm else "startup"),
         {"seconds": round(time.time() - job["began"], 2), "compiles": llm.backend.num_compiles()},

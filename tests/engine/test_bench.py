@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM
 from octavo.engine.backend import get_backend
-from octavo.engine.bench import marks, marks_checks, marks_table, measuring, profiling
+from octavo.engine.bench import marks, marks_checks, marks_table, marks_worker, measuring, profiling
 from octavo.engine.bench.measuring import latency, percentile, throughput
 from octavo.engine.bench.requests import dataset_requests, random_requests
 from octavo.engine.bench.workloads import NAMES, workload
@@ -365,6 +366,33 @@ def test_parts_of_the_marks_are_kept_and_not_run_again(folder, tmp_path, monkeyp
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=3))
     with pytest.raises(ChildProcessError, match="decode-64"):
         marks.run("torch", [str(folder)], ["decode-64"], out=out, **small)
+
+
+@pytest.mark.parametrize(
+    ("again", "parts", "name"),
+    [
+        (False, ["decode-1"], "startup-warm"),
+        (True, ["decode-1"], "startup"),
+        (True, ["identical"], "startup-warm"),
+    ],
+)
+def test_a_start_behind_another_is_a_warm_one(again, parts, name, folder, tmp_path, monkeypatch):
+    """Also where all is run again: the second process finds what the first has compiled."""
+    out, model = tmp_path / "marks.json", str(folder)
+    out.write_text(json.dumps({f"torch/{model}/startup": {"seconds": 7.0}}))
+    llm = SimpleNamespace(
+        backend=SimpleNamespace(num_compiles=lambda: 3),
+        memory_plan=SimpleNamespace(total_bytes=1, num_blocks=[2]),
+        shutdown=lambda: None,
+    )
+    monkeypatch.setattr(marks_worker, "start", lambda *args, **more: llm)
+    for part in ("run_workload", "run_identical"):
+        monkeypatch.setattr(marks_worker, part, lambda *args: {})
+    job = {"backend": "torch", "device": "cpu", "model": model, "parts": parts, "out": str(out), "again": again}
+    marks_worker.work(job | {"arguments": {}, "began": time.time()})
+    found = json.loads(out.read_text())
+    assert found[f"torch/{model}/{name}"]["compiles"] == 3
+    assert (found[f"torch/{model}/startup"] == {"seconds": 7.0}) == (name == "startup-warm")
 
 
 def test_an_h200_stands_beside_peers_and_other_machines_do_not():
