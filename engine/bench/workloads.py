@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
+
+from ..loading.cache_dir import cache_dir
 
 Workload = list[tuple[list[int], int]]
 NAMES = ("decode-1", "decode-64", "prefill", "offline", "prefix")
@@ -103,8 +103,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_config(name: str) -> str:
-    """A folder with the model's config.json, for load_format="dummy"."""
-    folder = Path(tempfile.gettempdir()) / "octavo-bench-models" / name
+    """A folder in octavo's cache with the model's config.json, for load_format="dummy"."""
+    folder = cache_dir() / "bench-models" / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": CONFIGS[name]["eos_token_id"]}))

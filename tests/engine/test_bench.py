@@ -23,7 +23,7 @@ from octavo.engine.backend import get_backend
 from octavo.engine.bench import marks, marks_checks, marks_table, marks_worker, measuring, profiling
 from octavo.engine.bench.measuring import latency, percentile, throughput
 from octavo.engine.bench.requests import dataset_requests, random_requests
-from octavo.engine.bench.workloads import NAMES, workload
+from octavo.engine.bench.workloads import NAMES, workload, write_config
 from octavo.engine.cli import app
 
 on_torch = pytest.mark.skipif("torch" not in BACKENDS, reason="threads, and bfloat16 on a CPU, are torch's")
@@ -393,6 +393,13 @@ def test_a_start_behind_another_is_a_warm_one(again, parts, name, folder, tmp_pa
     found = json.loads(out.read_text())
     assert found[f"torch/{model}/{name}"]["compiles"] == 3
     assert (found[f"torch/{model}/startup"] == {"seconds": 7.0}) == (name == "startup-warm")
+
+
+def test_shapes_lie_in_the_users_cache(tmp_path, monkeypatch):
+    """Not where another user of the machine may have put them."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    made = Path(write_config("llama-8b"))
+    assert made.is_relative_to(tmp_path) and json.loads((made / "config.json").read_text())["hidden_size"] == 4096
 
 
 def test_an_h200_stands_beside_peers_and_other_machines_do_not():
