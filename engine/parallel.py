@@ -33,7 +33,7 @@ def fit_model(config: EngineConfig, model: ModelSpec) -> ModelSpec:
     fitted = _fit(config, model)
     if found := misfit(fitted.weights, config.rules, config.mesh_shape):
         would = [n for n in range(1, MOST) if _fits(replace(config, tensor_parallel_size=n), model)]
-        raise ValueError(f"{found[1]}: {', '.join(map(str, would))} would")
+        raise ValueError(f"{found[1]}: {', '.join(map(str, would)) or 'no tensor_parallel_size'} would")
     if (size := config.pipeline_parallel_size) > (layers := len(model.attention)):
         raise ValueError(f"pipeline_parallel_size {size} is more than the model's {layers} layers")
     return fitted

@@ -18,6 +18,10 @@ from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, engine, numpy_weights, sp
 from tolerances import tolerance
 
 from octavo.engine import LLM, SamplingParams
+from octavo.engine.config import engine_config
+from octavo.engine.parallel import fit_model
+from octavo.models import qwen3_moe
+from octavo.models.interface import Mixture, Routing
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
 
@@ -63,6 +67,15 @@ def test_an_engine_on_several_devices_gives_the_tokens_of_one(size: int) -> None
 def test_what_does_not_divide_is_refused_with_numbers(size: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         engine(EIGHT_HEADS, backend="jax", tensor_parallel_size=size)
+
+
+def test_where_no_size_would_do_none_is_named() -> None:
+    model = qwen3_moe.spec(EIGHT_HEADS, Mixture(8, 25, (0, 1), Routing(2, normalise=True)))
+    config = engine_config(model, backend="torch", data_parallel_size=2, sharding_rules={"expert_mlp": "dp"})
+    with pytest.raises(
+        ValueError, match=r"expert_dim 25 is not .* data_parallel_size 2: no tensor_parallel_size would"
+    ):
+        fit_model(config, model)
 
 
 def test_other_processes_say_nothing_of_what_rank_0_refuses(capfd: pytest.CaptureFixture[str]) -> None:
