@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ import numpy as np
 from ..models.interface import Array, ArraySpec, AttentionSpec
 
 BACKENDS = ("torch", "jax")  # in the order in which "auto" takes what is installed
+SPINS = "5000"  # of an OpenMP thread of torch's that waits, before it sleeps (docs/LOG.md)
 
 
 class Backend(Protocol):
@@ -164,30 +167,24 @@ def resolve_backend(name: str) -> str:
 
 def find_platform(backend: str, device: str) -> str:
     """Where a backend will run when asked for `device`: "cpu" or "cuda". Starts its library."""
-    if backend == "jax":
-        from .backend_jax import find_platform
-    else:
-        from .backend_torch import find_platform
-    return find_platform(device)
+    return _module(backend).find_platform(device)
 
 
 def device_memory(backend: str, platform: str) -> int | None:
     """Bytes of the GPU that a backend will run on; None on a CPU."""
-    if platform == "cpu":
-        return None
-    if backend == "jax":
-        from .backend_jax import device_memory
-    else:
-        from .backend_torch import device_memory
-    return device_memory()
+    return _module(backend).device_memory() if platform != "cpu" else None
 
 
 def get_backend(name: str = "auto", options: Mapping[str, Any] | None = None) -> Backend:
     """The backend of that name, as resolve_backend reads it."""
-    if resolve_backend(name) == "jax":
-        from .backend_jax import JaxBackend
+    name = resolve_backend(name)
+    kind = {"jax": "JaxBackend", "torch": "TorchBackend"}[name]
+    return getattr(_module(name), kind)(**(options or {}))
 
-        return JaxBackend(**(options or {}))
-    from .backend_torch import TorchBackend
 
-    return TorchBackend(**(options or {}))
+def _module(name: str) -> Any:
+    """The module of a backend, with its library imported."""
+    if name == "torch":
+        # libgomp reads it as it is loaded. By its own 300,000, threads that wait keep cores from those that have work
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    return importlib.import_module(f".backend_{name}", __package__)

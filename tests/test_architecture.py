@@ -17,7 +17,7 @@ JAX = {"jax", "jaxlib", "flax"}
 TORCH = {"torch", "triton", "array_api_compat"}
 FORBIDDEN = {"transformers", "octavo"}  # tests compare with the first; sources import the second relatively
 MAY_IMPORT_TRANSFORMERS = {"engine/lab/hf_torch.py"}  # it is what is compared with there
-MAY_READ_ENVIRONMENT = {"engine/config.py", "engine/loading/cache_dir.py", "engine/backend_jax.py"}
+MAY_READ_ENVIRONMENT = {"engine/config.py", "engine/loading/cache_dir.py", "engine/backend.py", "engine/backend_jax.py"}
 MAY_COUNT_ALL_DEVICES = {"sharding/mesh_jax.py"}
 MAX_LINES = 450
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -224,3 +226,16 @@ def test_threads_are_those_asked_for_or_the_cores_of_this_process(monkeypatch):
 def test_bad_options_are_named(options, what):
     with pytest.raises(ValueError, match=what):
         TorchBackend(**options)
+
+
+@pytest.mark.parametrize("told", [None, "77"])
+def test_threads_that_wait_soon_sleep(told: str | None) -> None:
+    """Unless the user says otherwise. What libgomp has read it says itself."""
+    env = {**os.environ, "OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": told} if told else {})
+    if told is None:
+        env.pop("GOMP_SPINCOUNT", None)
+    script = "from octavo.engine.backend import get_backend; get_backend('torch')"
+    said = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stderr
+    if "GOMP_SPINCOUNT" not in said:
+        pytest.skip("this torch has another OpenMP than libgomp")
+    assert f"GOMP_SPINCOUNT = '{told or 5000}'" in said
