@@ -33,7 +33,7 @@ from ..models.interface import (
 )
 from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
-from .replicas_jax import JaxReplicas
+from .replicas_jax import AXIS, JaxReplicas
 from .resident_jax import Resident
 from .saved_jax import LOADED, Held, Jitted, Lowers, saved
 
@@ -177,7 +177,7 @@ class JaxBackend:
             )
         self.dtype, self.mode, self.rules, self.mesh = dtype, mode, rules or ShardingRules({}), mesh
         self.ops = JaxOps(mode, self.rules, mesh, attention, experts_in_turn, least_tokens)
-        self.replicas = JaxReplicas(mesh.shape["dp"]) if mesh and "replicas" in self.rules else None
+        self.replicas = JaxReplicas(mesh.shape["dp"]) if mesh and AXIS in self.rules else None
         # which of this process's devices all arrays lie on, where there is no mesh
         self.device, self.is_elsewhere = jax.local_devices()[device], device > 0
         self._shardings: dict[str, Any] = {}
@@ -214,8 +214,12 @@ class JaxBackend:
         return jax.device_put(own, self.sharding(spec))
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """x of another backend's devices on all of this one's, as soon as it is there: nobody waits."""
-        return jax.device_put(x, self.sharding(ArraySpec(x.shape, (None,) * x.ndim)))
+        """x of another backend's devices on all of this one's, as soon as it is there: nobody waits.
+
+        Of replicas that step together each keeps its own part.
+        """
+        axes: tuple[str | None, ...] = (None,) * x.ndim
+        return jax.device_put(x, self.sharding(ArraySpec(x.shape, (AXIS, *axes[1:]) if self.replicas else axes)))
 
     def place_weight(self, x: np.ndarray, spec: ArraySpec) -> Any:
         """x placed, then repacked as products like it."""
@@ -267,7 +271,7 @@ class JaxBackend:
             program = jax.jit(fn, **options)
             return self._held(Jitted(program), fn, (args, outs, consumes, self.pure))
         # what is not declared lies everywhere, or is each replica's own
-        others = self.sharding(ArraySpec((), ("replicas",) if self.replicas else ()))
+        others = self.sharding(ArraySpec((), (AXIS,) if self.replicas else ()))
         fn = self.replicas.within(fn, args) if self.replicas else fn
         ins, out = (tuple(self._shardings.get(name, others) for name in names) for names in (args, outs))
         if len(outs) == 1:

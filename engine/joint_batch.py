@@ -114,6 +114,12 @@ def alike_rows(each: Sequence[Rows], scratch: int) -> list[Rows]:
     ]
 
 
+def alike_tokens(each: Sequence[tuple[np.ndarray, ...]], scratch: int) -> list[tuple[np.ndarray, ...]]:
+    """Rows, places and ids of what each replica has sampled, as many: the rest goes to the scratch row."""
+    size = max(len(rows) for rows, _, _ in each)
+    return [(grown(rows, (size,), scratch), *(grown(x, (size,), 0) for x in others)) for rows, *others in each]
+
+
 def alike_moves(each: Sequence[tuple[tuple[np.ndarray, ...], ...]]) -> list[tuple[tuple[np.ndarray, ...], ...]]:
     """Source and target blocks of each replica, as many: padding copies the null block onto itself."""
     size = max(len(x) for sides in each for side in sides for x in side)

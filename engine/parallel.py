@@ -49,19 +49,15 @@ def _fits(config: EngineConfig, model: ModelSpec) -> bool:
 
 def refuse_unbuilt(config: EngineConfig) -> None:
     """Raises NotImplementedError for what can be planned and not be run."""
-    if (size := config.pipeline_parallel_size) > 1:
-        if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
-            raise NotImplementedError(f"pipeline_parallel_size={size} with several processes of JAX: leave out "
-                                      "distributed_executor_backend")  # fmt: skip
-        if config.backend == "jax" and config.num_joint > 1:
-            raise NotImplementedError(f"pipeline_parallel_size={size} on JAX with experts shared out over replicas")
-    if (size := config.data_parallel_size) > 1:
-        if config.num_joint > 1 and config.step_log:
-            raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "
-                                      "could not be replayed alone")  # fmt: skip
-        if config.backend == "torch" and config.num_joint == 1 and config.expert_load_metrics:
-            raise NotImplementedError(f"expert_load_metrics with data_parallel_size={size} on torch: rank 0 counts "
-                                      "those of its own replica alone")  # fmt: skip
-        if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
-            raise NotImplementedError(f"data_parallel_size={size} with several processes of JAX: leave out "
-                                      "distributed_executor_backend")  # fmt: skip
+    if config.backend == "jax" and config.distributed_executor_backend not in (None, "uni"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if (size := getattr(config, name)) > 1:
+                raise NotImplementedError(f"{name}={size} with several processes of JAX: leave out "
+                                          "distributed_executor_backend")  # fmt: skip
+    if config.num_joint > 1 and config.step_log:
+        raise NotImplementedError("step_log with experts shared out over replicas: what one of them computes "
+                                  "could not be replayed alone")  # fmt: skip
+    apart = config.num_joint == 1 and config.data_parallel_size > 1
+    if config.backend == "torch" and apart and config.expert_load_metrics:
+        raise NotImplementedError(f"expert_load_metrics with data_parallel_size={config.data_parallel_size} on torch: "
+                                  "rank 0 counts those of its own replica alone")  # fmt: skip

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..models import step
 from ..models.interface import Array, ArraySpec, CacheLayout, ModelSpec, StepInput
 from ..models.stage import HIDDEN, taps_of, with_rows_from_before
@@ -48,15 +50,14 @@ class Stage(Runner):
 
     def prepare(self, plan: Plan) -> None:
         super().prepare(plan)
-        if self.is_first and (tokens := self._tokens(plan)):
-            found = token_input(tokens, self.shapes, self.scratch)
+        if self.is_first and (found := self._sampled(plan)):
             self.cache = step.with_rows(self.cache, self.put(self.cache.rows, *found))
 
-    def _tokens(self, plan: Any) -> tuple[tuple[int, int, int], ...]:
-        """What a plan says was sampled."""
-        return plan.tokens
+    def _sampled(self, plan: Any) -> tuple[np.ndarray, ...]:
+        """Where the tokens belong that a plan says were sampled, and they; empty: it names none."""
+        return token_input(plan.tokens, self.shapes, self.scratch) if plan.tokens else ()
 
-    def every_call(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[Call]:
         yield from updates(self)
         for n in self.shapes.admitted if self.is_first else ():
             yield self.put, (self.cache.rows, *token_input(((self.scratch, 0, 0),) * n, self.shapes, self.scratch))
@@ -71,7 +72,7 @@ class Stage(Runner):
     def room(self, num_tokens: int) -> Array:
         """Rows as the stage before makes them."""
         row = self.model.extra[HIDDEN]
-        return self.backend.zeros(ArraySpec((num_tokens, *row.shape), (None, *row.axes), row.dtype))
+        return self.backend.zeros(self.own(ArraySpec((num_tokens, *row.shape), (None, *row.axes), row.dtype)))
 
 
 class Earlier(Stage):

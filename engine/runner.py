@@ -42,7 +42,7 @@ from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .routed_experts import RoutingStack, expert_taps
 from .shared_prefixes import PrefixFinder
-from .warm_up import JOINED, Call, every_call, rehearsal, run_joined
+from .warm_up import JOINED, Call, every_program, rehearsal, run_joined
 
 if TYPE_CHECKING:
     from .weights_source import WeightsSource
@@ -419,8 +419,13 @@ class Runner:
             self.cache = CacheState(self.move_blocks(self.cache.groups, source, target), self.cache.rows)
 
     def every_call(self) -> Iterator[Call]:
-        """Every program with arguments of every shape, as warm_up wants them."""
-        return every_call(self)
+        """Every program with arguments of every shape, as warm_up wants them: padding only, and never run."""
+        for program, args in self.calls():
+            yield program, self.same(args)
+
+    def calls(self) -> Iterator[Call]:
+        """The same, of one replica."""
+        return every_program(self)
 
     def warm_up(self) -> int:
         """Compiles every program of the chains, several at a time. Returns how many.

@@ -14,11 +14,12 @@ from .batch import Shapes
 from .config import EngineConfig
 from .devices import stages
 from .joint_runner import JointRunner, LeadJointRunner
+from .joint_stages import JointEarlier, JointPipeline
 from .lead_runner import LeadRunner
 from .memory_plan import MemoryPlan
 from .pipeline import Earlier, Pipeline
 from .runner import Runner
-from .stage_runner import JointStage, LeadJointStage, LeadStage, StageRunner
+from .stage_runner import JointStageRunner, LeadJointStage, LeadStage, StageRunner
 from .weights_source import WeightsSource
 from .world import World
 
@@ -36,14 +37,15 @@ def backends_of(config: EngineConfig, options: dict[str, Any]) -> list[Any]:
 
 def runner_on(backends: Sequence[Any], source: WeightsSource, weights: Any, plan: MemoryPlan, masks: bool) -> Runner:
     """The model with its weights on the devices of a backend, or of one a stage. `masks` as Runner's."""
-    kind = runner_of(source.config, source.world)
     if len(backends) == 1:
+        kind = runner_of(source.config, source.world)
         return _part(kind, replace(source, backend=backends[0]), weights, plan, masks)
     of_stages = stages(len(source.model.attention), len(backends))
     *earlier, last = (replace(source, backend=b, stage=s) for b, s in zip(backends, of_stages, strict=True))
-    kinds = [partial(Earlier, after.bring) for after in backends[1:]]
+    before, behind = (JointEarlier, JointPipeline) if source.config.num_joint > 1 else (Earlier, Pipeline)
+    kinds = [partial(before, after.bring) for after in backends[1:]]
     made = [_part(kind, part, weights, plan, masks) for kind, part in zip(kinds, earlier, strict=True)]
-    return _part(partial(Pipeline, made), last, weights, plan, masks)
+    return _part(partial(behind, made), last, weights, plan, masks)
 
 
 def _part(kind: Any, source: WeightsSource, weights: Any, plan: MemoryPlan, masks: bool) -> Any:
@@ -76,7 +78,7 @@ def runner_of(config: EngineConfig, world: World | None) -> Any:
     """The kind of Runner that this process needs."""
     kind, leading = (JointRunner, LeadJointRunner) if config.num_joint > 1 else (Runner, LeadRunner)
     if config.pipeline_parallel_size > 1:
-        kind, leading = (JointStage, LeadJointStage) if config.num_joint > 1 else (StageRunner, LeadStage)
+        kind, leading = (JointStageRunner, LeadJointStage) if config.num_joint > 1 else (StageRunner, LeadStage)
     team = world and world.team
     if team and config.num_joint == 1:
         team = team.part(0)

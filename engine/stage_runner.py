@@ -18,7 +18,7 @@ from ..models.interface import Array, StepInput
 from ..models.logit_edits import LogitsProcessor
 from ..models.stage import HIDDEN, taps_of, with_rows_from_before
 from .joint_batch import JointPlan
-from .joint_runner import JointRunner
+from .joint_stages import JointStage
 from .lead_runner import LeadRunner, uninterrupted
 from .pipeline import Stage
 from .plan import Plan
@@ -158,15 +158,11 @@ class LeadStage(LeadRunner, StageRunner):
             self.waiting[-1].result()
 
 
-class JointStage(StageRunner, JointRunner):
-    """A stage of replicas that step together: experts meet in it, hidden rows stay in their replica."""
-
-    def _tokens(self, plan: JointPlan) -> tuple[tuple[int, int, int], ...]:
-        own = self.replicas.stack(plan.plans)
-        return own.tokens if own else ()
+class JointStageRunner(StageRunner, JointStage):
+    """That of a stage of replicas that step together. Hidden rows stay in their replica."""
 
 
-class LeadJointStage(LeadStage, JointStage):
+class LeadJointStage(LeadStage, JointStageRunner):
     """Rank 0 of those."""
 
     def _unbegun(self, plan: JointPlan, later: Later) -> list[Pending | None]:

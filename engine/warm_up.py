@@ -22,13 +22,8 @@ JOINED = ("greedy", "sample")  # variants of the heads that are joined with a fo
 Call = tuple[Any, tuple[Any, ...]]  # a program, and its arguments
 
 
-def every_call(runner: Runner) -> Iterator[Call]:
-    """Every program with arguments of every shape: padding only, and never run."""
-    for program, args in _calls(runner):
-        yield program, runner.same(args)
-
-
-def _calls(runner: Runner) -> Iterator[Call]:
+def every_program(runner: Runner) -> Iterator[Call]:
+    """Those of a Runner that has all layers."""
     yield from updates(runner)
     yield from forwards(runner)
     yield from heads(runner)

@@ -87,6 +87,33 @@ def test_the_programs_of_all_stages_have_the_collectives_that_were_planned(more:
     assert compiled(calls[0][0], *calls[0][1]) + compiled(calls[1][0], *calls[1][1]) + head == want
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_stages_of_replicas_that_share_experts_have_the_collectives_that_were_planned(tp: int) -> None:
+    sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": tp}
+    llm = MODELS["moe"](backend="jax", **sizes, **EP)
+    first, last = llm.runner.stages
+    calls = [next(call for call in stage.every_call() if is_step_of(4, call)) for stage in (first, last)]
+    rows, hidden = np.arange(4, dtype=np.int32), np.zeros((2, 4, llm.model.weights["embed"].shape[1]), np.float32)
+    sampling = last.same(Sampling(rows, rows, "greedy"))
+    found = compiled(last.head, last.last_weights, last.cache.rows, hidden, sampling)
+    for program, args in calls:
+        found += compiled(program, *args)
+    want = planned(llm, 4, 4)
+    # of each replica as much
+    assert want.pop(("send", hidden.nbytes // 2)) == 1
+    assert found == want
+    assert {kind for kind, _ in found} >= {"all-gather", "reduce-scatter"}
+    there = [sorted(d.id for d in stage.cache.rows["tokens"].sharding.device_set) for stage in (first, last)]
+    assert there == [devices_of(stage.devices) for stage in llm.memory_plan.stages]
+
+
+def devices_of(names: str) -> list[int]:
+    """Numbers of "0, 2" or "0-1, 4-5"."""
+    ends = [list(map(int, part.split("-"))) for part in names.split(", ")]
+    return [n for first, *last in ends for n in range(first, (last or [first])[0] + 1)]
+
+
 def is_step_of(num_tokens: int, call: Any) -> bool:
     """Whether a warm-up's call is a decode step of so many tokens."""
     inputs = call[1][-1]

@@ -22,6 +22,7 @@ from octavo.engine import LLM, SamplingParams
 from octavo.models import qwen3_moe
 
 EP = {"enable_expert_parallel": True, "data_parallel_size": 2}
+PP = {"pipeline_parallel_size": 2}
 
 
 def engine(folder: Path, backend: str, **more: Any) -> LLM:
@@ -59,11 +60,13 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_whatever_requests_ask_for_at_once(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "more"), [*((backend, {}) for backend in BACKENDS), ("jax", PP)], ids=[*BACKENDS, "jax in stages"]
+)
+def test_whatever_requests_ask_for_at_once(backend: str, more: dict[str, Any], tmp_path: Path) -> None:
     folder = grammar_world.save_tokenizer(tmp_path)
     # JAX too is compared with torch, which compiles nothing
-    one, joint = engine(folder, "torch"), engine(folder, backend, **EP)
+    one, joint = engine(folder, "torch"), engine(folder, backend, **EP, **more)
     for _ in range(2):
         (want, want_logprobs, _), (got, got_logprobs, hits) = answers(one), answers(joint)
         assert got == want
@@ -81,10 +84,18 @@ def test_whatever_requests_ask_for_at_once(backend: str, tmp_path: Path) -> None
     joint.shutdown()
 
 
-@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
-def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "more"),
+    [
+        pytest.param("jax", {}, marks=pytest.mark.slow),
+        pytest.param("jax", PP, marks=pytest.mark.slow),
+        ("torch", {}),
+    ],
+    ids=["jax", "jax in stages", "torch"],
+)
+def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: str, more: dict[str, Any]) -> None:
     """Each replica's experts are in the other's step."""
-    llm = tiny_moe.engine(backend=backend, logits_processors=[FALLING], **EP)
+    llm = tiny_moe.engine(backend=backend, logits_processors=[FALLING], **EP, **more)
     for i in range(3):
         llm.add_request(str(i), PROMPTS[i], GREEDY)
     llm.add_request("falls", PROMPTS[0], replace(GREEDY, extra_args={"falling": {}}))

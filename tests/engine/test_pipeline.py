@@ -159,13 +159,19 @@ def test_what_else_an_engine_does_it_does_in_stages() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_once_all_stages_are_warm() -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [(tiny, {}), (tiny_moe, {"enable_expert_parallel": True, "data_parallel_size": 2})],
+    ids=["alone", "replicas that share experts"],
+)
+def test_nothing_is_compiled_once_all_stages_are_warm(family: Any, more: dict[str, Any]) -> None:
     small = {"max_num_seqs": 2, "max_model_len": 64, "num_gpu_blocks_override": 12}
-    llm = make(2, **small, warmup="all")
+    llm = make(2, family, **small, **more, warmup="all")
     before = llm.backend.num_compiles()
-    tiny.tokens(llm, [PROMPTS[0], PROMPTS[2], PROMPTS[4]])
-    llm.generate(PROMPTS[2], replace(RANDOM, n=2, logprobs=2), use_tqdm=False)
-    assert llm.scheduler.num_hit_tokens
+    tiny.tokens(llm, [PROMPTS[n] for n in (0, 2, 4, 0)])
+    for _ in range(2):
+        llm.generate(PROMPTS[2], replace(RANDOM, n=2, logprobs=2), use_tqdm=False)
+    assert any(replica.scheduler.num_hit_tokens for replica in llm.replicas)
     assert llm.backend.num_compiles() == before
 
 

@@ -18,7 +18,8 @@ from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
 from octavo.engine import LLM
 from octavo.engine.graph_torch import arrays_of, describe
 from octavo.engine.pipeline import Stage
-from octavo.engine.warm_up import every_call, rehearsal
+from octavo.engine.runner import Runner
+from octavo.engine.warm_up import rehearsal
 from octavo.kernels_triton.products import Packed
 from octavo.models import qwen3_moe
 from octavo.models.interface import Mixture, ModelSpec, Routing
@@ -67,7 +68,7 @@ def test_one_layer_of_each_kind_launches_what_all_do(make: Any, kinds: int, monk
     launched: list[Any] = []
     plain = llm.backend.ops
     state = [x.clone() for x in arrays_of(llm.runner.cache)]
-    for seen, calls, run in ((rehearsed, rehearsal, "rehearse"), (launched, every_call, "prepare")):
+    for seen, calls, run in ((rehearsed, rehearsal, "rehearse"), (launched, Runner.every_call, "prepare")):
         llm.backend.ops = Watched(plain, seen)
         llm.runner.use(llm.runner.model, llm.runner.layout)
         for program, xs in calls(llm.runner):
