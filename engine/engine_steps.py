@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from functools import cached_property
 
 from .child import Caught
 from .config import EngineConfig
-from .joint_steps import run_joint_step
+from .intake import Intake
+from .joint_steps import JointSteps
 from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
 from .plan import Plan
-from .reads import readers
 from .remote_runner import RemoteRunner
 from .replica import Replica
 from .request import Request
@@ -40,6 +39,15 @@ class EngineSteps:
     lock: threading.RLock
     max_unread: int  # a replica launches a step more only once its oldest is read
     touched: dict[str, Family]  # queued requests with news that step() has not returned yet
+
+    @cached_property
+    def intake(self) -> Intake:
+        return Intake(self.processor, self.structured)
+
+    @cached_property
+    def joint(self) -> JointSteps | None:
+        """The steps of replicas that step together."""
+        return JointSteps(self.replicas, self.intake, self.max_unread) if self.config.num_joint > 1 else None
 
     @property
     def runner(self) -> Runner:
@@ -88,7 +96,7 @@ class EngineSteps:
         """
         for request in self.structured.take_ready():
             self.replicas[request.replica].scheduler.compiled(request)
-        touched = run_joint_step(self) if self.config.num_joint > 1 else self._run_each(failures)
+        touched = self.joint.run() if self.joint else self._run_each(failures)
         if self.stats:
             self.stats.after_step()
         return touched + self._end_failed()
@@ -110,15 +118,15 @@ class EngineSteps:
             elif self.structured.is_late(plan):
                 late[replica] = plan, runner.launch_forward(plan)
             else:
-                replica.unread.append(runner.launch(plan, self._mask(replica, plan)))
+                replica.unread.append(runner.launch(plan, self.intake.mask(replica, plan)))
 
         def read(replica: Replica) -> None:
             own = []
             for _ in range(len(replica.unread) if replica in late else 1):
-                own += self._read_oldest(replica)
+                own += self.intake.read_oldest(replica)
             if replica in late:
                 plan, hidden = late[replica]
-                replica.unread.append(replica.runner.launch_head(plan, hidden, self._mask(replica, plan)))
+                replica.unread.append(replica.runner.launch_head(plan, hidden, self.intake.mask(replica, plan)))
             if replica.metrics:
                 replica.metrics.read(own)
             touched.extend(own)
@@ -153,13 +161,6 @@ class EngineSteps:
         if caught.error is not None:
             failures.append(caught.error)
 
-    def _mask(self, replica: Replica, plan: Plan) -> np.ndarray | None:
-        """What the grammars of a plan's requests allow, if there are any."""
-        mask = self.structured.mask(plan)
-        if mask is not None and replica.step_log:
-            replica.step_log.masked(plan, mask)
-        return mask
-
     def _end_failed(self) -> list[Request]:
         """Ends requests that cannot go on in their grammar, and returns them."""
         failed = self.structured.take_failed()
@@ -185,34 +186,10 @@ class EngineSteps:
             if replica.metrics:
                 replica.metrics.ended(m.request for family in own for m in family.members)
         self.structured.forget_ended()
+        if self.joint:
+            self.joint.in_flight.clear()
         for runner in dict.fromkeys(replica.runner for replica in replicas):
             runner.reset()
-
-    def _read_oldest(self, replica: Replica) -> list[Request]:
-        """Takes in what a step sampled and read. Returns the requests that got a token, or end as computed only."""
-        pending, scheduler = replica.unread.popleft(), replica.scheduler
-        result = pending.result()
-        plan = pending.plan
-        for request, read, found in zip(readers(scheduler, plan), plan.reads, result.reads, strict=True):
-            if request:
-                self.processor.push_read(request, read, found)
-        if replica.routed and result.routed is not None:
-            self.processor.gather_experts(replica.routed.take(plan, result.routed))
-        touched = scheduler.update(plan, result.token_ids)
-        if replica.step_log:
-            replica.step_log.append(plan, result.token_ids, result.digests)
-        touched = self.structured.take_tokens(touched)
-        at = {chunk.request_id: i for i, chunk in enumerate(plan.sampled)}
-        for request in touched:
-            if not request.samples:
-                continue
-            stop = self.processor.push(request, result, at[request.id])
-            if stop is not None and request.finish_reason != "stop":
-                if request.finish_reason is None:
-                    scheduler.finish(request, "stop", stop)
-                    self.processor.finish(request)
-                request.finish_reason, request.stop_reason = "stop", stop
-        return touched
 
 
 def _first_back(replicas: list[Replica]) -> list[Replica]:

@@ -1,62 +1,62 @@
-"""One step of replicas that step together: all plan, one launch runs what they planned, each is read."""
+"""The steps of replicas that step together: all plan, one launch runs what they planned, each is read."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .intake import Intake
 from .joint_batch import JointPlan
 from .plan import Plan
 from .replica import Replica
 from .request import Request
 
-if TYPE_CHECKING:
-    from .engine_steps import EngineSteps
 
+class JointSteps:
+    """Those of one engine. `max_unread`: one more is launched only once the oldest is read."""
 
-def run_joint_step(engine: EngineSteps) -> list[Request]:
-    """Plans and launches a step of all replicas. Reads the oldest of each if `max_unread` are in flight, or none could
-    be planned; all of them if a head waits for their tokens. Returns the requests that got one.
-    """
-    replicas = engine.replicas
-    # of a JointRunner
-    runner: Any = engine.runner
-    plans = [replica.schedule() for replica in replicas]
-    plan = JointPlan(tuple(plans))
-    if any(p and engine.structured.is_late(p) for p in plans):
-        hidden = runner.launch_forward(plan)
-        touched = _read(engine, everything=True)
-        _note(replicas, runner.launch_head(plan, hidden, _masks(engine, plans)))
-        return touched
-    if any(plans):
-        _note(replicas, runner.launch(plan, _masks(engine, plans)))
-    elif not any(replica.unread for replica in replicas):
-        engine.structured.wait()
-    is_full = not any(plans) or max(len(replica.unread) for replica in replicas) >= engine.max_unread
-    return _read(engine, everything=False) if is_full else []
+    def __init__(self, replicas: Sequence[Replica], intake: Intake, max_unread: int):
+        self.replicas, self.intake, self.max_unread = replicas, intake, max_unread
+        # of a JointRunner
+        self.runner: Any = replicas[0].runner
+        # of each step, the replicas that have a part in it, the oldest step first
+        self.in_flight: deque[list[Replica]] = deque()
 
+    def run(self) -> list[Request]:
+        """Plans and launches a step of all replicas. Reads the oldest if there are `max_unread`, or none could be
+        planned; all of them if a head waits for their tokens. Returns the requests that got one.
+        """
+        plans = [replica.schedule() for replica in self.replicas]
+        plan, structured = JointPlan(tuple(plans)), self.intake.structured
+        if any(p and structured.is_late(p) for p in plans):
+            hidden = self.runner.launch_forward(plan)
+            touched = self._read(len(self.in_flight))
+            self._note(self.runner.launch_head(plan, hidden, self._masks(plans)))
+            return touched
+        if any(plans):
+            self._note(self.runner.launch(plan, self._masks(plans)))
+        elif not self.in_flight:
+            structured.wait()
+        return self._read(1) if not any(plans) or len(self.in_flight) >= self.max_unread else []
 
-def _masks(engine: EngineSteps, plans: Sequence[Plan | None]) -> list[Any]:
-    """What the grammars of each replica's requests allow, if there are any."""
-    return [p and engine._mask(replica, p) for replica, p in zip(engine.replicas, plans, strict=True)]
+    def _masks(self, plans: Sequence[Plan | None]) -> list[Any]:
+        """What the grammars of each replica's requests allow, if there are any."""
+        return [p and self.intake.mask(replica, p) for replica, p in zip(self.replicas, plans, strict=True)]
 
-
-def _note(replicas: Sequence[Replica], launched: Sequence[Any]) -> None:
-    for replica, pending in zip(replicas, launched, strict=True):
-        if pending:
+    def _note(self, launched: Sequence[Any]) -> None:
+        each = [(replica, pending) for replica, pending in zip(self.replicas, launched, strict=True) if pending]
+        for replica, pending in each:
             replica.unread.append(pending)
+        self.in_flight.append([replica for replica, _ in each])
 
-
-def _read(engine: EngineSteps, *, everything: bool) -> list[Request]:
-    """Reads each replica's oldest step, or all of them."""
-    touched = []
-    for replica in engine.replicas:
-        own = []
-        while replica.unread:
-            own += engine._read_oldest(replica)
-            if not everything:
-                break
-        if replica.metrics:
-            replica.metrics.read(own)
-        touched += own
-    return touched
+    def _read(self, count: int) -> list[Request]:
+        """Reads so many steps, if there are some."""
+        touched: list[Request] = []
+        for _ in range(min(count, len(self.in_flight))):
+            for replica in self.in_flight.popleft():
+                own = self.intake.read_oldest(replica)
+                if replica.metrics:
+                    replica.metrics.read(own)
+                touched += own
+        return touched
