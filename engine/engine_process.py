@@ -130,6 +130,9 @@ class Engine:
                 self._settle(**ask.arguments)
             value = getattr(self.llm, ask.question)(**ask.arguments)
         self._send(Answer(ask.number, value, None if caught.error is None else portable(caught.error)))
+        if caught.error is not None:
+            # while it waits for requests before a sleep it steps
+            self._check_cache(caught.error)
 
     def _settle(self, level: int = 1, mode: str = "abort") -> None:
         """Ends all requests before a sleep, and tells of them."""
@@ -156,9 +159,12 @@ class Engine:
                 self.llm.abort(name)
                 self._forget(number)
                 self._send(Ended(number, error))
-        if not all(r.runner.has_cache for r in self.llm.replicas):
-            # no later step can go better: this process ends, so that its health is bad
-            raise caught.error
+        self._check_cache(caught.error)
+
+    def _check_cache(self, error: BaseException) -> None:
+        """Raises the error where no later step can go better: this process ends, so that its health is bad."""
+        if not self.llm.is_sleeping() and not all(r.runner.has_cache for r in self.llm.replicas):
+            raise error
 
     def _tell(self, outputs: list[RequestOutput]) -> None:
         """Sends news, in one message; of a request that has only itself to blame for its end, the error."""

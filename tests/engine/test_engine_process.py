@@ -25,7 +25,7 @@ from tiny import engine as tiny_engine
 from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
 from octavo.engine.child import Child
 from octavo.engine.engine_process import Engine
-from octavo.engine.messages import Add, Ended, News
+from octavo.engine.messages import Add, Ask, Ended, News
 
 LONG, SHORT = replace(GREEDY, max_tokens=100), replace(GREEDY, max_tokens=3)
 
@@ -84,24 +84,30 @@ def test_a_step_that_fails_ends_what_was_running_and_the_engine_serves_on(engine
     run(work)
 
 
-def test_an_engine_whose_cache_cannot_be_made_anew_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["step", "sleep"])
+def test_an_engine_whose_cache_cannot_be_made_anew_ends(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost device fails each step from then on: whoever asks for the engine's health must hear of it."""
-    llm, told = tiny_engine(backend=BACKENDS[0]), []
+    llm, told = tiny_engine(backend=BACKENDS[0], enable_sleep_mode=True), []
 
     def lost(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(llm.runner, "launch", lost)
     engine = Engine(llm, SimpleQueue(), SimpleNamespace(send=told.append))
+
+    def asked() -> None:
+        """A step, or one that a sleep waits for."""
+        engine._step() if where == "step" else engine._do(Ask(0, "sleep", {"mode": "wait"}))
+
     for name in ("a", "b"):
         engine._add(Add(0, name, PROMPTS[0], GREEDY, 0, None))
         if name == "b":
             monkeypatch.setattr(llm.backend, "zeros", lost)
             with pytest.raises(RuntimeError, match="device lost"):
-                engine._step()
+                asked()
         else:
             engine._step()
-    assert [type(report.error) for report in told] == [RequestFailedError] * 2
+    assert [type(report.error) for report in told if isinstance(report, Ended)] == [RequestFailedError] * 2
 
 
 def test_what_ended_well_in_a_step_that_fails_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
