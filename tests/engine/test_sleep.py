@@ -105,6 +105,8 @@ def test_who_is_asleep_refuses_requests_and_stays_as_it_is(caplog: pytest.LogCap
     caplog.clear()
     llm.wake_up(["weights"])
     assert "weights is awake" in caplog.text and llm.is_sleeping()
+    llm.wake_up(["weights", "kv_cache"])
+    assert llm.is_sleeping()
     llm.wake_up(["kv_cache"])
     assert tokens(llm, PROMPTS[:1]) == want
     caplog.clear()
