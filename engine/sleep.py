@@ -75,8 +75,8 @@ class Sleeps(EngineSteps):
         """Brings back what sleep has freed: all that is asleep, or "weights" or "kv_cache" alone.
 
         Requests are served once all is awake. `weights`: other weights, a tree as for LLM(weights=); without it the old
-        ones come from the host, or at level 2 from the checkpoint. Where one of the tags is awake nothing happens, with a
-        warning. Raises ValueError for other tags, and where weights that were given as arrays are gone.
+        ones come from the host, or at level 2 from the checkpoint. Where one of the tags is awake nothing happens, but
+        a warning. Raises ValueError for other tags, and where weights that were given as arrays are gone.
         """
         wanted = TAGS if tags is None else tuple(sequence("tags", tags))
         if unknown := [tag for tag in wanted if tag not in TAGS]:
