@@ -41,7 +41,9 @@ def check(llm: LLM) -> None:
     for _ in range(2):
         outputs = llm.generate(PROMPTS[:5], GREEDY, use_tqdm=False)
         assert_oracles(outputs)
-    assert any(o.num_cached_tokens for o in outputs) and any(r.scheduler.num_preemptions for r in llm.replicas)
+    assert any(o.num_cached_tokens for o in outputs)
+    # one small batch at a time leaves room for all
+    assert any(r.scheduler.num_preemptions for r in llm.replicas) or not llm.config.async_scheduling
     outputs = llm.generate(PROMPTS[2:4], replace(RANDOM, n=2), use_tqdm=False)
     assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) == 2
     assert_oracles(outputs)
