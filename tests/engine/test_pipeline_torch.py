@@ -254,7 +254,7 @@ def test_what_goes_along_with_hidden_rows_is_planned(folder: Path) -> None:
 
 def check_reads(llm: LLM, config: Any) -> None:
     """Rows of all layers, of several prompts in chunks, beside others that are generated from."""
-    layers, prompts = [0, 1, 2, 3, -1], [PROMPTS[2], PROMPTS[0], PROMPTS[3]]
+    layers, prompts = [*range(config.num_layers), -1], [PROMPTS[2], PROMPTS[0], PROMPTS[3]]
     one = engine(config, backend="torch", device="cpu")
     llm.add_request("beside", PROMPTS[1], GREEDY)
     for a, b in zip(*(x.hidden_states(prompts, layers, use_tqdm=False) for x in (llm, one)), strict=True):
