@@ -85,8 +85,9 @@ def test_experts_of_stages_with_shards_and_replicas(backend: str, more: dict[str
 
 
 @pytest.mark.slow
-def test_experts_of_stages_of_replicas_that_share_them() -> None:
-    check(engine(backend="torch", **PP, **DP, **EP))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_of_stages_of_replicas_that_share_them(backend: str) -> None:
+    check(engine(backend=backend, **PP, **DP, **EP))
 
 
 @pytest.mark.slow
