@@ -33,7 +33,7 @@ from ..models.interface import (
 )
 from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
-from .replicas_jax import AXIS, JaxReplicas
+from .parallel.replicas_jax import AXIS, JaxReplicas
 from .resident_jax import Resident
 from .saved_jax import LOADED, Held, Jitted, Lowers, saved
 

@@ -23,7 +23,7 @@ from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
 from .graph_torch import GraphPool, Program
-from .replicas_torch import TorchReplicas
+from .parallel.replicas_torch import TorchReplicas
 
 if TYPE_CHECKING:
     from ..sharding.mesh_torch import TorchMesh

@@ -21,8 +21,6 @@ from .backend import Backend, device_memory, find_platform
 from .block_manager import BlockManager
 from .checks import integer
 from .config import EngineConfig
-from .devices import stage_layers
-from .follower import follow
 from .grammar_worker import grammar_library
 from .json_file import read_json
 from .layout_names import layout_text
@@ -30,9 +28,13 @@ from .limits import SchedulerConfig
 from .loading.cache_dir import cache_dir
 from .loading.checkpoint import Checkpoint, open_model
 from .memory_plan import MemoryPlan, available_memory, memory_plan
-from .parallel import divisors_of, fit_model, refuse_unbuilt
+from .parallel.devices import stage_layers
+from .parallel.follower import follow
+from .parallel.remote_runner import RemoteRunner
+from .parallel.shares import divisors_of, fit_model, refuse_unbuilt
+from .parallel.team import Team
+from .parallel.world import World, join
 from .recorded_scheduler import RecordedScheduler
-from .remote_runner import RemoteRunner
 from .replica import Replica
 from .routed_experts import RoutedExperts
 from .runner import Runner
@@ -40,10 +42,8 @@ from .runners import backends_of, runner_on
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step_log import StepLog
-from .team import Team
 from .tokenizer import Tokenizer, load_tokenizer
 from .weights_source import WeightsSource
-from .world import World, join
 
 log = logging.getLogger("octavo")
 
@@ -218,7 +218,7 @@ def backend_options(config: EngineConfig, world: World | None, replica: int = 0)
         options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager}
         if world is None:
             return options
-        from .world_torch import make_mesh
+        from .parallel.world_torch import make_mesh
 
         return options | {"rules": config.rules, "mesh": make_mesh(config.mesh_shape, world, device)}
     folder = config.compile_cache_dir or cache_dir() / "compiled"

@@ -239,7 +239,7 @@ def plan(
     """
     with reporting(debug):
         from .config import engine_config
-        from .devices import kind_of_step
+        from .parallel.devices import kind_of_step
 
         name = one_model(named, model)
         config = engine_config(name, backend=backend, **engine_arguments(context.args))
@@ -263,7 +263,7 @@ def _memory_plan(config: EngineConfig) -> MemoryPlan:
     from ..models.registry import spec_from_hf
     from .build import host_memory, open_checkpoint, stored_dtype
     from .memory_plan import memory_plan
-    from .parallel import divisors_of, fit_model
+    from .parallel.shares import divisors_of, fit_model
 
     checkpoint = open_checkpoint(config)
     model = fit_model(config, spec_from_hf(checkpoint.hf_config))

@@ -10,11 +10,11 @@ from functools import cached_property
 from .child import Caught
 from .config import EngineConfig
 from .intake import Intake
-from .joint_steps import JointSteps
 from .metrics import EngineMetrics
 from .output_processor import Family, OutputProcessor
+from .parallel.joint_steps import JointSteps
+from .parallel.remote_runner import RemoteRunner
 from .plan import Plan
-from .remote_runner import RemoteRunner
 from .replica import Replica
 from .request import Request
 from .routing import Routing

@@ -23,6 +23,7 @@ from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric, engine_exporter
 from .output_processor import Family, OutputProcessor
 from .outputs import RequestOutput
+from .parallel.remote_runner import register
 from .pooling import (
     EmbeddingRequestOutput,
     HiddenStatesOutput,
@@ -47,7 +48,6 @@ from .prompts import (
     template_arguments,
     token_ids_of,
 )
-from .remote_runner import register
 from .request import Request
 from .routing import ROUTINGS
 from .sampling_params import SamplingParams, request_key

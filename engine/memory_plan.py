@@ -18,7 +18,7 @@ from .arguments import GIB
 from .batch import READ_TILE
 from .block_manager import peak_blocks
 from .config import EngineConfig
-from .devices import Collective, Stage, collectives_of, stages
+from .parallel.devices import Collective, Stage, collectives_of, stages
 
 DEFAULT_CACHE_BYTES = 2 * GIB
 # of what max_num_seqs requests of max_model_len need: a default cache beyond it would hardly be reused

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .metrics import EngineMetrics
+from .parallel.remote_runner import RemoteRunner
 from .plan import Plan
-from .remote_runner import RemoteRunner
 from .routed_experts import RoutedExperts
 from .runner import Pending, Runner
 from .scheduler import Scheduler

@@ -12,16 +12,16 @@ from ..models.stage import stage_of
 from .backend import Backend, get_backend
 from .batch import Shapes
 from .config import EngineConfig
-from .devices import stages
-from .joint_runner import JointRunner, LeadJointRunner
-from .joint_stages import JointEarlier, JointPipeline
-from .lead_runner import LeadRunner
 from .memory_plan import MemoryPlan
-from .pipeline import Earlier, Pipeline
+from .parallel.devices import stages
+from .parallel.joint_runner import JointRunner, LeadJointRunner
+from .parallel.joint_stages import JointEarlier, JointPipeline
+from .parallel.lead_runner import LeadRunner
+from .parallel.pipeline import Earlier, Pipeline
+from .parallel.stage_runner import JointStageRunner, LeadJointStage, LeadStage, StageRunner
+from .parallel.world import World
 from .runner import Runner
-from .stage_runner import JointStageRunner, LeadJointStage, LeadStage, StageRunner
 from .weights_source import WeightsSource
-from .world import World
 
 
 def backends_of(config: EngineConfig, options: dict[str, Any]) -> list[Any]:

@@ -14,8 +14,8 @@ from .config import EngineConfig
 from .loading.checkpoint import Checkpoint
 from .loading.fitted import fit_arrays
 from .loading.weights import dummy_weights, load_weights
-from .team import Load
-from .world import World
+from .parallel.team import Load
+from .parallel.world import World
 
 
 @dataclass(frozen=True)

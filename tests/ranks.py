@@ -10,7 +10,7 @@ from octavo.models.logit_edits import LogitsProcessor
 
 def is_follower() -> bool:
     """Whether this process was started by rank 0."""
-    return any(name.endswith("engine.follower") for name in sys.argv)
+    return any(name.endswith("parallel.follower") for name in sys.argv)
 
 
 def _astray(logits: Any, history: Any, params: Any, ops: Any) -> Any:

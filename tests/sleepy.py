@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import is_follower
 
-from octavo.engine.stage_runner import StageRunner
+from octavo.engine.parallel.stage_runner import StageRunner
 from octavo.models.logit_edits import LogitsProcessor
 
 SECONDS = 0.1  # that a stage takes for a step's layers

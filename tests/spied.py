@@ -9,8 +9,8 @@ from typing import Any
 
 from ranks import is_follower
 
-from octavo.engine import follower
-from octavo.engine.stage_runner import StageRunner
+from octavo.engine.parallel import follower
+from octavo.engine.parallel.stage_runner import StageRunner
 from octavo.models.interface import leaves
 from octavo.models.logit_edits import LogitsProcessor
 

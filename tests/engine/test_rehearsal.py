@@ -17,7 +17,7 @@ from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
 
 from octavo.engine import LLM
 from octavo.engine.graph_torch import arrays_of, describe
-from octavo.engine.pipeline import Stage
+from octavo.engine.parallel.pipeline import Stage
 from octavo.engine.runner import Runner
 from octavo.engine.warm_up import rehearsal
 from octavo.kernels_triton.products import Packed

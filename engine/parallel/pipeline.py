@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..models import step
-from ..models.interface import Array, ArraySpec, CacheLayout, ModelSpec, StepInput
-from ..models.stage import HIDDEN, taps_of, with_rows_from_before
-from .batch import token_input
-from .expert_load import ExpertLoads
-from .plan import Plan
-from .runner import Hidden, Runner
-from .warm_up import Call, experts, forwards, heads, updates
+from ...models import step
+from ...models.interface import Array, ArraySpec, CacheLayout, ModelSpec, StepInput
+from ...models.stage import HIDDEN, taps_of, with_rows_from_before
+from ..batch import token_input
+from ..expert_load import ExpertLoads
+from ..plan import Plan
+from ..runner import Hidden, Runner
+from ..warm_up import Call, experts, forwards, heads, updates
 
 
 class Stage(Runner):

@@ -25,10 +25,10 @@ from ranks import FALLING, STUMBLING
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import LLM, AsyncLLM, RequestOutputKind
-from octavo.engine import team as team_module
 from octavo.engine.errors import DivergenceError, RankLostError
+from octavo.engine.parallel import team as team_module
+from octavo.engine.parallel.team import Digest, Done, Failed, Peer, Reset, Result, Team
 from octavo.engine.runner import StepResult
-from octavo.engine.team import Digest, Done, Failed, Peer, Reset, Result, Team
 from octavo.models.logit_edits import LogitsProcessor
 
 PATIENCE = 20.0  # seconds

@@ -28,7 +28,7 @@ from tolerances import tolerance
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.errors import DivergenceError, RankLostError
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "smollm2.json"
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 

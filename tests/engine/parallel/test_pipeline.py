@@ -24,7 +24,7 @@ from octavo.engine import LLM, LogitsProcessor, SamplingParams, StructuredOutput
 from octavo.engine.lab.plant import change_layer
 from octavo.models.interface import map_tree
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "smollm2.json"
 LIMITS = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 17, "max_model_len": 112}
 
 
@@ -215,7 +215,7 @@ def test_smollm2_in_two_stages(tensor: int) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="what sleeps is written in C++")
 def test_stages_that_sleep_overlap() -> None:
     """A machine with other work gives less than the figure in decision 026; in turn it would be 0.5."""
-    script = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "pipeline.py"
     command = [sys.executable, str(script), "--stages", "2", "--tokens", "16", "--milliseconds", "50", "--json"]
     (run,) = json.loads(subprocess.check_output(command, text=True, timeout=300).splitlines()[-1])["runs"]
     assert run["overlap"] > 0.65, run

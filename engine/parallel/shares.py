@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..models.fit import fit
-from ..models.interface import ModelSpec
-from ..sharding.rules import SIZE_NAMES, as_tuple, misfit
-from .config import EngineConfig
+from ...models.fit import fit
+from ...models.interface import ModelSpec
+from ...sharding.rules import SIZE_NAMES, as_tuple, misfit
+from ..config import EngineConfig
 
 MOST = 129  # sizes that are tried for those that would do
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..models.interface import Array
-from ..models.logit_edits import LogitsProcessor
-from ..models.step import digest_rows, with_rows
-from .backend import Backend
-from .plan import Plan
-from .runner import Hidden, Pending, Runner
+from ...models.interface import Array
+from ...models.logit_edits import LogitsProcessor
+from ...models.step import digest_rows, with_rows
+from ..backend import Backend
+from ..plan import Plan
+from ..runner import Hidden, Pending, Runner
 from .team import Check, Digest, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
 
 

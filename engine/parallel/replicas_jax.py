@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..models.interface import ArraySpec
+from ...models.interface import ArraySpec
 
 AXIS = "replicas"
 

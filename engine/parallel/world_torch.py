@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..sharding.mesh_torch import TorchMesh
+from ...sharding.mesh_torch import TorchMesh
 
 if TYPE_CHECKING:
     from .world import World

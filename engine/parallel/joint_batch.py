@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..models.interface import Reading, Sampling, StepInput
-from ..models.sampling import VARIANTS
-from .batch import Shapes, at_least, padded
-from .plan import Chunk, Plan
+from ...models.interface import Reading, Sampling, StepInput
+from ...models.sampling import VARIANTS
+from ..batch import Shapes, at_least, padded
+from ..plan import Chunk, Plan
 
 Rows = tuple[np.ndarray, dict[str, np.ndarray]]  # what set_rows takes: which rows, and their values
 

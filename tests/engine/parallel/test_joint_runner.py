@@ -18,7 +18,7 @@ from octavo.engine import SamplingParams
 from octavo.engine.backend_torch import TorchBackend
 from octavo.engine.build import _scheduler, build_device
 from octavo.engine.config import engine_config
-from octavo.engine.joint_batch import JointPlan
+from octavo.engine.parallel.joint_batch import JointPlan
 from octavo.engine.request import Request
 from octavo.engine.runner import Pending
 from octavo.engine.sampling_params import request_key

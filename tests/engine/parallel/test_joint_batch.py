@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from octavo.engine.batch import Shapes
-from octavo.engine.joint_batch import JointPlan, alike_moves, alike_readings, alike_rows, alike_samplings, alike_steps
+from octavo.engine.parallel.joint_batch import (
+    JointPlan,
+    alike_moves,
+    alike_readings,
+    alike_rows,
+    alike_samplings,
+    alike_steps,
+)
 from octavo.engine.plan import Chunk, Plan
 from octavo.models.interface import Reading, Sampling, StepInput
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.cli import app
-from octavo.engine.devices import kind_of_step
+from octavo.engine.parallel.devices import kind_of_step
 from octavo.engine.warm_up import padding
 from octavo.models.interface import Sampling, StepInput
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ..sharding.mesh_torch import TorchMesh
+    from ...sharding.mesh_torch import TorchMesh
 
 AXES = ("dp",)
 

@@ -8,9 +8,9 @@ import jax
 import pytest
 import torch
 
-from octavo.engine import world, world_jax, world_torch
 from octavo.engine.config import engine_config
-from octavo.engine.team import Team
+from octavo.engine.parallel import world, world_jax, world_torch
+from octavo.engine.parallel.team import Team
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from tolerances import tolerance
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.config import engine_config
-from octavo.engine.parallel import fit_model
+from octavo.engine.parallel.shares import fit_model
 from octavo.models import qwen3_moe
 from octavo.models.interface import Mixture, Routing
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "smollm2.json"
 
 
 def device_bytes(tree: Any) -> list[int]:
@@ -101,7 +101,7 @@ def test_rules_of_ones_own_share_what_they_name() -> None:
 def test_a_fresh_process_needs_no_flag() -> None:
     """The engine asks for virtual devices itself, where JAX has not started."""
     source = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tiny import EIGHT_HEADS, PROMPTS, engine, tokens\n"
         "print(tokens(engine(EIGHT_HEADS, backend='jax', tensor_parallel_size=4), PROMPTS[:1]))"
     )

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ..models.interface import Array, StepInput
-from ..models.logit_edits import LogitsProcessor
-from ..models.stage import HIDDEN, taps_of, with_rows_from_before
+from ...models.interface import Array, StepInput
+from ...models.logit_edits import LogitsProcessor
+from ...models.stage import HIDDEN, taps_of, with_rows_from_before
+from ..plan import Plan
+from ..runner import Hidden, Pending, StepResult
 from .joint_batch import JointPlan
 from .joint_stages import JointStage
 from .lead_runner import LeadRunner, uninterrupted
 from .pipeline import Stage
-from .plan import Plan
-from .runner import Hidden, Pending, StepResult
 
 AXIS = "pp"
 

@@ -17,7 +17,7 @@ from tiny import EIGHT_HEADS, GREEDY, PROMPTS, numpy_weights, spec_of
 pytestmark = pytest.mark.slow
 
 ENGINE = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import json, os, signal, time
 from tiny import EIGHT_HEADS, PROMPTS, engine, tokens
 from octavo.engine.errors import RankLostError
@@ -87,7 +87,7 @@ def test_processes_of_torchrun(size: str, tmp_path: Path) -> None:
 
 
 def test_processes_that_met_by_themselves() -> None:
-    from octavo.engine.world_jax import free_address
+    from octavo.engine.parallel.world_jax import free_address
 
     where = free_address()
     command = [sys.executable, "-c", ENGINE + MEETS, where]

@@ -18,9 +18,9 @@ from tiny import PROMPTS, engine, tokens
 
 from octavo.engine import SamplingParams
 from octavo.engine.errors import DivergenceError
-from octavo.engine.follower import Leader, follow
-from octavo.engine.lead_runner import uninterrupted
-from octavo.engine.team import (
+from octavo.engine.parallel.follower import Leader, follow
+from octavo.engine.parallel.lead_runner import uninterrupted
+from octavo.engine.parallel.team import (
     Bye,
     Check,
     Digest,

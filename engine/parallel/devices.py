@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..models.interface import ArraySpec, ModelSpec
-from ..sharding.rules import as_tuple, place_of
-from .config import EngineConfig
-from .parallel import divisors_of
+from ...models.interface import ArraySpec, ModelSpec
+from ...sharding.rules import as_tuple, place_of
+from ..config import EngineConfig
+from .shares import divisors_of
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
-from .child import Child, pickled
-from .config import EngineConfig, torchrun_world
+from ..child import Child, pickled
+from ..config import EngineConfig, torchrun_world
 from .follower import Leader
-from .parallel import sizes_of
+from .shares import sizes_of
 from .team import OTHERS, Join, Peer, Team
 
 

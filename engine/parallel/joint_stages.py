@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .batch import token_input
+from ..batch import token_input
 from .joint_batch import JointPlan, alike_tokens
 from .joint_runner import JointRunner
 from .pipeline import Earlier, Pipeline, Stage

@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..models.logit_edits import LogitsProcessor
+from ...models.logit_edits import LogitsProcessor
+from ..plan import Plan
+from ..prompt_embeds import PromptEmbeds
+from ..runner import Hidden, Pending, StepResult
 from .lead_runner import uninterrupted
-from .plan import Plan
-from .prompt_embeds import PromptEmbeds
-from .runner import Hidden, Pending, StepResult
 from .team import Check, Forward, Head, Register, Sleep, Team, WakeUp, WarmUp
 
 

@@ -14,7 +14,7 @@ from tolerances import tolerance
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.config import engine_config
-from octavo.engine.devices import kind_of_step
+from octavo.engine.parallel.devices import kind_of_step
 from octavo.models.interface import ModelSpec
 
 EP = {"enable_expert_parallel": True}

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from queue import Queue, SimpleQueue
 from typing import Any
 
-from .child import GONE, Caught, portable, unpickled
+from ..child import GONE, Caught, portable, unpickled
+from ..runner import Hidden, Pending, Runner
 from .lead_runner import Hashing, StateDigest
-from .runner import Hidden, Pending, Runner
 from .team import (
     READY,
     Agree,
@@ -118,7 +118,7 @@ def serve(commands: Connection, results: Connection) -> None:
         join: Join = leader.receive(Join)
         logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s rank {join.rank}: %(message)s")
         log.setLevel(join.log_level)
-        from .build import build_device
+        from ..build import build_device
         from .world import World
 
         backend = join.config.backend

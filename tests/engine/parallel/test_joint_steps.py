@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.joint_batch import JointPlan
-from octavo.engine.joint_steps import JointSteps
+from octavo.engine.parallel.joint_batch import JointPlan
+from octavo.engine.parallel.joint_steps import JointSteps
 from octavo.engine.plan import Plan
 
 

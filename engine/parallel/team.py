@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..models.logit_edits import LogitsProcessor
-from .child import GONE, Child, check_elsewhere, pickled
-from .config import EngineConfig
-from .errors import DivergenceError, RankLostError
-from .plan import Plan
-from .prompt_embeds import PromptEmbeds
-from .runner import StepResult
+from ...models.logit_edits import LogitsProcessor
+from ..child import GONE, Child, check_elsewhere, pickled
+from ..config import EngineConfig
+from ..errors import DivergenceError, RankLostError
+from ..plan import Plan
+from ..prompt_embeds import PromptEmbeds
+from ..runner import StepResult
 
 # seconds that the others have: to answer, after one has failed alone, and to end
 PATIENCE, GRACE, FAREWELL = 30.0, 3.0, 5.0

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ..models import step
-from ..models.interface import Array, Output, map_tree
-from .batch import edit_values, move_input, reading_inputs, row_values, sampling_input, step_input
+from ...models import step
+from ...models.interface import Array, Output, map_tree
+from ..batch import edit_values, move_input, reading_inputs, row_values, sampling_input, step_input
+from ..read_head import Reads, on_host
+from ..runner import Hidden, Pending, Runner
+from ..warm_up import filler_of, padding
 from .joint_batch import (
     JointPlan,
     Rows,
@@ -27,9 +30,6 @@ from .joint_batch import (
     union,
 )
 from .lead_runner import LeadRunner
-from .read_head import Reads, on_host
-from .runner import Hidden, Pending, Runner
-from .warm_up import filler_of, padding
 
 
 @dataclass(frozen=True)

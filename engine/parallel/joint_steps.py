@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .intake import Intake
+from ..intake import Intake
+from ..plan import Plan
+from ..replica import Replica
+from ..request import Request
 from .joint_batch import JointPlan
-from .plan import Plan
-from .replica import Replica
-from .request import Request
 
 
 class JointSteps:
