@@ -77,9 +77,8 @@ def test_experts_of_all_stages_in_the_order_of_layers(backend: str) -> None:
         PP | TP,
         PP | TP | EP | {"enable_sp": True},
         PP | DP,
-        PP | DP | EP,
     ],
-    ids=["pp4", "read-at-once", "tp", "tp-ep-sp", "dp", "dp-ep"],
+    ids=["pp4", "read-at-once", "tp", "tp-ep-sp", "dp"],
 )
 def test_experts_of_stages_with_shards_and_replicas(backend: str, more: dict[str, Any]) -> None:
     check(engine(backend=backend, **more))
