@@ -131,10 +131,6 @@ REFUSED = {
             {"pipeline_parallel_size": 2, "backend": "jax", "distributed_executor_backend": "mp"},
             "pipeline_parallel_size=2 with several processes of JAX: leave out",
         ),
-        (
-            {"pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True, "backend": "jax"},
-            "pipeline_parallel_size=2 on JAX with experts shared out over replicas",
-        ),
     ],
     ids=str,
 )
