@@ -265,9 +265,9 @@ def test_the_engine_of_an_event_loop() -> None:
                 assert len(reasons) < 20
                 await llm.wake_up()
                 stream = llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)
-                await anext(stream)
+                first = await anext(stream)
                 await llm.sleep()
-                last = (await outputs_of(stream))[-1]
+                last = [first, *await outputs_of(stream)][-1]
                 assert last.finished and await llm.is_sleeping()
                 reasons.append(last.outputs[0].finish_reason)
             with pytest.raises(AsleepError, match="wake_up"):
@@ -276,9 +276,9 @@ def test_the_engine_of_an_event_loop() -> None:
             await llm.wake_up()
             assert not await llm.is_sleeping()
             stream = llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)
-            await anext(stream)
-            _, outputs = await asyncio.gather(llm.sleep(level=1, mode="wait"), outputs_of(stream))
-            assert outputs[-1].outputs[0].token_ids == want
+            first = await anext(stream)
+            _, others = await asyncio.gather(llm.sleep(level=1, mode="wait"), outputs_of(stream))
+            assert [first, *others][-1].outputs[0].token_ids == want
             await llm.wake_up()
 
     run(work)
