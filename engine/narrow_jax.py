@@ -34,10 +34,6 @@ class Narrow:
         self.tree: Any = None
         self.programs: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        out, same, others, tree = self._traced(lambda program: program, args)
-        return self._whole(out, same, others[self.at], tree)
-
     def _whole(self, out: tuple, same: Same, staying: list, tree: Any) -> Any:
         """A program's results, with all that was consumed in its place."""
         consumed = tree.unflatten(merged(same, out[self.back or 0], staying))
@@ -45,7 +41,21 @@ class Narrow:
 
     def lower(self, *args: Any) -> Any:
         """As of the jitted program."""
-        return self._traced(lambda program: program.lower, args)[0]
+        leaves, self.tree = jax.tree.flatten(args[self.at])
+        kind = self._kind(args)
+        if not self.same:
+            jax.eval_shape(lambda *xs: self._look(kind, xs), *args)
+        same, options = self._same_of(kind), self.options(args)
+        key = tuple(options.items())
+        if key not in self.programs:
+            jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1, compiler_options=options or None)
+            self.programs[key] = jitted
+        changing, others = self._split(same, leaves, args)
+        try:
+            return self.programs[key].lower(same, changing, *others)
+        except MoreChanges as found:
+            self.same[kind] = found.same
+            return self.lower(*args)
 
     def notes(self, *args: Any) -> Same:
         """What a program lowered for these arguments does not change: `run` must know."""
@@ -69,24 +79,6 @@ class Narrow:
         others = list(args)
         others[self.at] = [x for x, stays in zip(leaves, same, strict=True) if stays]
         return [x for x, stays in zip(leaves, same, strict=True) if not stays], others
-
-    def _traced(self, call: Callable[[Any], Any], args: tuple) -> tuple[Any, Same, list, Any]:
-        """What call(program) returns, which leaves stay, the arguments with only those, the consumed tree."""
-        leaves, self.tree = jax.tree.flatten(args[self.at])
-        kind = self._kind(args)
-        if not self.same:
-            jax.eval_shape(lambda *xs: self._look(kind, xs), *args)
-        same, options = self._same_of(kind), self.options(args)
-        key = tuple(options.items())
-        if key not in self.programs:
-            jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1, compiler_options=options or None)
-            self.programs[key] = jitted
-        changing, others = self._split(same, leaves, args)
-        try:
-            return call(self.programs[key])(same, changing, *others), same, others, self.tree
-        except MoreChanges as found:
-            self.same[kind] = found.same
-            return self._traced(call, args)
 
     def _look(self, kind: Any, args: tuple) -> Any:
         out = self.fn(*args)

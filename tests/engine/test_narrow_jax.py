@@ -11,6 +11,7 @@ from backends import BACKENDS
 
 from octavo.engine.backend_jax import compile_counter
 from octavo.engine.narrow_jax import Narrow
+from octavo.engine.saved_jax import Held
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="programs of JAX")
 
@@ -23,8 +24,8 @@ def step(w: Any, state: dict[str, Any], inputs: dict[str, Any]) -> tuple:
     return out["sum"] * 2, out
 
 
-def made(at: int = 1, back: int | None = 1, fn: Any = step) -> Narrow:
-    return Narrow(fn, at, back, (2,), lambda args: {})
+def made(at: int = 1, back: int | None = 1, fn: Any = step) -> Held:
+    return Held(Narrow(fn, at, back, (2,), lambda args: {}), ())
 
 
 def state_of(*values: float) -> dict[str, Any]:
