@@ -37,6 +37,8 @@ class Zeros(TorchFunctionMode):
 def rehearsal(device: torch.device) -> Iterator[None]:
     """What this thread runs inside launches no kernel that is missing. All of those are there at the end."""
     me, compiled = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
+    # a thread begins with the first GPU, whichever its maker uses; "cuda" alone is that one
+    used = (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
     def missing(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
         """Triton asks before it compiles; True: it neither compiles nor launches."""
@@ -47,7 +49,8 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         return True
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
-    with ThreadPoolExecutor(os.cpu_count(), initializer=_use, initargs=(device,)) as pool:
+    initializer = torch.cuda.set_device if used else None
+    with ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
         try:
             with Zeros():
                 yield
@@ -58,8 +61,3 @@ def rehearsal(device: torch.device) -> Iterator[None]:
                     log.info("a kernel could not be compiled ahead: %s", error)
             knobs.runtime.jit_cache_hook = before
     log.info("compiled %d kernels ahead", len(compiled))
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
