@@ -7,7 +7,7 @@ Letters: M rows (token x head of a group: its queries, then its key), H half a h
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,6 @@ from .triton_tiles import CACHES, power_of_two
 ORDERS = ("n p k d", "n k p d")
 ROWS = 16  # of a program, at most, if a group has no more
 FEW = 256  # tokens: up to so many, a program takes one, to keep the device busy
-
-
-class Norm(NamedTuple):
-    """What qk_norm was asked for: the heads as they came, and the scales."""
-
-    q_TKGD: jax.Array
-    k_TKD: jax.Array
-    q_scale: jax.Array
-    k_scale: jax.Array
-    eps: float
 
 
 def serves(q_TKGD: jax.Array, new: dict[str, jax.Array], pools: dict[str, jax.Array], order: str, rope: Any) -> bool:

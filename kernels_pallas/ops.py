@@ -51,13 +51,12 @@ class JaxOps(Collectives):
         self.experts_in_turn = experts_in_turn
         self._attention = AttentionOp(attention, mode)
         self._layers: dict[Any, tuple[Callable, set[str]]] = {}
-        self._normed: list = []  # what qk_norm made last, and of what
         self._in_place = False
 
     def for_step(self, steps: Sequence) -> JaxOps:
         """The same ops, holding what attention derives once a step for all layers."""
         ops = copy.copy(self)
-        ops._attention, ops._layers, ops._normed = self._attention.for_step(steps), {}, []
+        ops._attention, ops._layers = self._attention.for_step(steps), {}
         if self.tokens:
             ops.rules = self.rules_of(steps[0].token_ids_T.shape[0])
         return ops
@@ -88,7 +87,7 @@ class JaxOps(Collectives):
 
                 def program(w: Any, cache: Any, x_TE: jax.Array, step: Any, plan: Any) -> Any:
                     held = copy.copy(ops)
-                    held._attention, held._normed = ops._attention.holding(plan), []
+                    held._attention = ops._attention.holding(plan)
                     x_TE, changed = fn(w, cache, x_TE, step, spec, held, layout)
                     stays.update(name for name, x in changed.items() if x is cache[name])
                     return x_TE, changed
@@ -237,31 +236,26 @@ class JaxOps(Collectives):
         pools: dict[str, jax.Array],
         order: str,
         step: Any,
+        norm: tuple[jax.Array, jax.Array, float] | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """q and new["k"] turned by `rope` (None: as they are); new["k"] and new["v"] put at the step's slots.
 
-        Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
+        With `norm` (scales of q and of k, eps) q and new["k"] go through qk_norm first. Returns q and the pools, which
+        lie in `order` ("n p k d", "n k p d"). Consumes the pools.
         """
         if self._fuses() and fused.serves(q_TKGD, new, pools, order, rope):
-            return self._rope_write(q_TKGD, new, rope, pools, order, step)
+            scales, eps = (norm[:2], norm[2]) if norm else (None, None)
+            qkv_TKXD, interpret = fused.joined(q_TKGD, new["k"], new["v"]), jax.default_backend() == "cpu"
+            return fused.rope_write(qkv_TKXD, rope.cos_TD, rope.sin_TD, pools, step.blocks_T, step.offsets_T,
+                                    scales, order=order, eps=eps, interpret=interpret,
+                                    in_place=self._in_place and not interpret)  # fmt: skip
+        if norm is not None:
+            q_TKGD, k_TKD = self.qk_norm(q_TKGD, new["k"], *norm)
+            new = new | {"k": k_TKD}
         if rope is not None:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
-
-    def _rope_write(
-        self, q: jax.Array, new: dict[str, jax.Array], rope: Any, pools: dict[str, jax.Array], order: str, step: Any
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """rope_write as one kernel, which norms as well if what it is given is what qk_norm just made."""
-        k, scales, eps = new["k"], None, None
-        for q_normed, k_normed, norm in self._normed:
-            if q is q_normed and k is k_normed:
-                # nobody else wants what was normed: XLA drops it
-                q, k, scales, eps = norm.q_TKGD, norm.k_TKD, (norm.q_scale, norm.k_scale), norm.eps
-        qkv_TKXD, interpret = fused.joined(q, k, new["v"]), jax.default_backend() == "cpu"
-        return fused.rope_write(qkv_TKXD, rope.cos_TD, rope.sin_TD, pools, step.blocks_T, step.offsets_T, scales,
-                                order=order, eps=eps, interpret=interpret,
-                                in_place=self._in_place and not interpret)  # fmt: skip
 
     def in_place(self) -> JaxOps:
         """The same ops for programs whose caller gives the cache away: kernels may change it behind XLA's back."""
@@ -278,9 +272,7 @@ class JaxOps(Collectives):
         self, q: jax.Array, k: jax.Array, q_scale: jax.Array, k_scale: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """rms_norm of each head of q and of k."""
-        normed = self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
-        self._normed[:] = [(*normed, fused.Norm(q, k, q_scale, k_scale, eps))]
-        return normed
+        return self.rms_norm(q, q_scale, eps), self.rms_norm(k, k_scale, eps)
 
     def dot(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """The einsum of two arrays of activations, in float32."""

@@ -188,15 +188,20 @@ class TorchOps(Collectives):
         return tables
 
     def rope_write(
-        self, q_TKGD: Tensor, new: dict[str, Tensor], rope: Any, pools: dict[str, Tensor], order: str, step: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, q_TKGD: Tensor, new: dict[str, Tensor], rope: Any, pools: dict[str, Tensor], order: str, step: Any,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """q and new["k"] turned by `rope` (None: as they are); new["k"] and new["v"] put at the step's slots.
 
-        Returns q and the pools, which lie in `order` ("n p k d", "n k p d"). Consumes the pools.
+        With `norm` (scales of q and of k, eps) q and new["k"] go through qk_norm first. Returns q and the pools, which
+        lie in `order` ("n p k d", "n k p d"). Consumes the pools.
         """
         if fused and q_TKGD.is_cuda and fused.serves(q_TKGD, pools, order, rope):
             pools = {name: x.clone() for name, x in pools.items()} if self.pure else pools
-            return fused.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step), pools
+            return fused.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step, norm), pools
+        if norm is not None:
+            q_TKGD, k_TKD = self.qk_norm(q_TKGD, new["k"], *norm)
+            new = new | {"k": k_TKD}
         if rope is not None:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])

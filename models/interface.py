@@ -301,7 +301,10 @@ class CacheLayout(Protocol):
     def attention(
         self, ops: Any, cache: LayerCache, parts: dict[str, Array], step: Step, spec: AttentionSpec
     ) -> tuple[Array, LayerCache]:
-        """parts: q [T, K, G, D], k and v [T, K, D], before rope. Returns [T, K, G, Dv] and the new cache."""
+        """parts: q [T, K, G, D], k and v [T, K, D], before rope. Returns [T, K, G, Dv] and the new cache.
+
+        Where heads are normed, "q" and "k" are, and "unnormed" is what ops.rope_write norms on its way: (q, k, norm).
+        """
         ...
 
 

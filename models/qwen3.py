@@ -25,7 +25,20 @@ def spec(c: llama.LlamaConfig) -> ModelSpec:
     return replace(model, layer=partial(llama.layer, eps=c.norm_eps, qkv=normed_qkv))
 
 
+class Heads(dict):
+    """Parts whose q and k are normed when they are first read; who norms on the way reads "unnormed" instead."""
+
+    def __init__(self, ops: Any, parts: Mapping[str, Array], norm: tuple[Array, Array, float]):
+        super().__init__({name: x for name, x in parts.items() if name not in ("q", "k")})
+        self.ops, self["unnormed"] = ops, (parts["q"], parts["k"], norm)
+
+    def __missing__(self, name: str) -> Array:
+        if name not in ("q", "k"):
+            raise KeyError(name)
+        q_TKGD, k_TKD, norm = self["unnormed"]
+        self["q"], self["k"] = self.ops.qk_norm(q_TKGD, k_TKD, *norm)
+        return self[name]
+
+
 def normed_qkv(w: dict, x_TE: Array, ops: Any, eps: float) -> dict[str, Array]:
-    parts = llama.qkv(w, x_TE, ops, eps)
-    q_TKGD, k_TKD = ops.qk_norm(parts["q"], parts["k"], w["q_norm"], w["k_norm"], eps)
-    return parts | {"q": q_TKGD, "k": k_TKD}
+    return Heads(ops, llama.qkv(w, x_TE, ops, eps), (w["q_norm"], w["k_norm"], eps))

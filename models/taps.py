@@ -10,7 +10,7 @@ from .interface import Array
 from .layers import HIDDEN, WHOLE
 
 NORMS = ("rms_norm", "add_rms_norm")  # of hidden rows, unless they have more than two axes
-TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "rope_write", "attention", "gated_mlp_act", "show", "route")
+TAPPED = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "attention", "gated_mlp_act", "show", "route")
 
 
 class Taps:
@@ -85,6 +85,19 @@ class TappedOps:
         self._keep("moe", y, HIDDEN)
         return add + y
 
+    def rope_write(
+        self, q: Array, new: dict[str, Array], rope: Any, pools: Any, order: str, step: Any, norm: Any = None
+    ) -> tuple[Array, Any]:
+        """Norms first, so that they show; then the queries, and keys and values as they are found in the cache."""
+        if norm is not None:
+            q, k = self.qk_norm(q, new["k"], *norm)
+            new = new | {"k": k}
+        q, pools = self.ops.rope_write(q, new, rope, pools, order, step)
+        at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
+        for part, x in {"rope": q, **{f"rope.{name}": pool[at] for name, pool in pools.items()}}.items():
+            self._keep(part, x, WHOLE)
+        return q, pools
+
     def _keep(self, part: str, value: Array, axes: tuple[str | None, ...]) -> None:
         """Keeps a wanted array; of hidden rows, those of all tokens."""
         if axes[:1] == HIDDEN[:1]:
@@ -103,8 +116,4 @@ class TappedOps:
             return list(zip(whose, out, strict=True))
         if name == "route":
             return [("experts", out[1]), ("experts.weights", out[0])]
-        if name == "rope_write":
-            (q_TKGD, pools), (*_, order, step) = out, args
-            at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
-            return [("rope", q_TKGD), *((f"rope.{part}", x[at]) for part, x in pools.items())]
         return [(whose[0], out)]

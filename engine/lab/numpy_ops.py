@@ -90,8 +90,12 @@ class NumpyOps:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def rope_write(
-        self, q_TKGD: Array, new: dict[str, Array], rope: Any, pools: dict[str, Array], order: str, step: Any
-    ) -> tuple[Array, dict[str, Array]]:
+        self, q_TKGD: Array, new: dict[str, Array], rope: Any, pools: dict[str, Array], order: str, step: Any,
+        norm: tuple[Array, Array, float] | None = None,
+    ) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+        if norm is not None:
+            q_TKGD, k_TKD = self.qk_norm(q_TKGD, new["k"], *norm)
+            new = new | {"k": k_TKD}
         if rope is not None:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])

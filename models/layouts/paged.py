@@ -38,7 +38,8 @@ class TokenMajor:
     ) -> tuple[Array, LayerCache]:
         """Rope, write, then attend: every row's keys are in the cache before any row reads."""
         rope = None if spec.rope is None else step.ropes[spec.rope]
-        q, cache = ops.rope_write(parts["q"], {"k": parts["k"], "v": parts["v"]}, rope, cache, self.order, step)
+        q, k, norm = parts["unnormed"] if "unnormed" in parts else (parts["q"], parts["k"], None)
+        q, cache = ops.rope_write(q, {"k": k, "v": parts["v"]}, rope, cache, self.order, step, norm)
         return ops.attention(q, cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
 
 

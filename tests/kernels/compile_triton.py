@@ -132,7 +132,9 @@ def main() -> None:
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
-    compile("rope_write", fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64})
+    for name, tile, norm in (("rope_write", fused.FEW, False), ("rope_write-norm", fused.MANY, True)):
+        tokens, warps = tile
+        compile(name, fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64, "TOKENS": tokens, "NORM": norm}, warps)
 
 
 if __name__ == "__main__":

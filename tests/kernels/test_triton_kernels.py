@@ -113,33 +113,62 @@ def test_gate(size: int) -> None:
     torch.testing.assert_close(fused.gated_mlp_act(x).double(), want, rtol=1e-6, atol=tolerance("float32", "op"))
 
 
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("tile", [(1, 1), (4, 4)], ids=["1-token", "4-tokens"])
 @pytest.mark.parametrize("order", ["n p k d", "n k p d"], ids=["token-major", "head-major"])
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (1, 7, 80), (2, 4, 128)])
-def test_rope_and_write(heads: int, group: int, dim: int, order: str) -> None:
+def test_rope_and_write(
+    heads: int, group: int, dim: int, order: str, tile: tuple[int, int], norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the plain formulas in float64; every other slot keeps what it held."""
+    monkeypatch.setattr(fused, "FEW", tile)
     rng, size, num_tokens = np.random.default_rng(3), 4, 5
     q, k, v = views(rng, num_tokens, heads, group, dim)
-    angle = torch.from_numpy(rng.uniform(0, 6, (num_tokens, dim // 2)))
-    rope = Rope(angle, angle.cos().float(), angle.sin().float())
-    slots = rng.permutation(6 * size)[:num_tokens]
-    blocks, offsets = (torch.from_numpy(x.astype(np.int32)) for x in (slots // size, slots % size))
-    empty = torch.zeros(0, dtype=torch.int32)
-    step = Step(empty, empty, empty, empty, blocks, offsets, empty, empty, empty, False, {}, {})
+    scales = [torch.from_numpy(rng.uniform(0.5, 1.5, dim).astype(np.float32)) for _ in range(2)]
+    rope, step, angle = ropes_and_slots(rng, num_tokens, dim, size)
     shape = (6, size, heads, dim) if order == "n p k d" else (6, heads, size, dim)
     pools = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for _ in range(2)]
     want = [p.double() for p in pools]
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.double().chunk(2, -1)
+    def turned(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = x.double()
+        if norm:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+        a, b = x.chunk(2, -1)
         cos, sin = (f(angle).view(num_tokens, *(1,) * (x.ndim - 2), -1) for f in (torch.cos, torch.sin))
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    for pool, new in zip(want, (turned(k), v.double())):
-        for t, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist())):
+    for pool, new in zip(want, (turned(k, scales[1]), v.double())):
+        for t, (block, offset) in enumerate(zip(step.blocks_T.tolist(), step.offsets_T.tolist())):
             (pool[block, offset] if order == "n p k d" else pool[block, :, offset])[:] = new[t]
-    out = fused.rope_write(q, k, v, rope, *pools, order, step)
-    for got, expect in zip((out, *pools), (turned(q), *want)):
+    out = fused.rope_write(q, k, v, rope, *pools, order, step, (*scales, 1e-6) if norm else None)
+    for got, expect in zip((out, *pools), (turned(q, scales[0]), *want)):
         torch.testing.assert_close(got.double(), expect, rtol=0, atol=tolerance("float32", "op"))
+
+
+def ropes_and_slots(rng: np.random.Generator, num_tokens: int, dim: int, size: int) -> tuple[Rope, Step, torch.Tensor]:
+    """A rotary table, a step of so many tokens whose slots lie in 6 blocks, and the table's angles."""
+    angle = torch.from_numpy(rng.uniform(0, 6, (num_tokens, dim // 2)))
+    slots = rng.permutation(6 * size)[:num_tokens]
+    blocks, offsets = (torch.from_numpy(x.astype(np.int32)) for x in (slots // size, slots % size))
+    empty = torch.zeros(0, dtype=torch.int32)
+    step = Step(empty, empty, empty, empty, blocks, offsets, empty, empty, empty, False, {}, {})
+    return Rope(angle, angle.cos().float(), angle.sin().float()), step, angle
+
+
+def test_norms_within_rope_and_write_round_as_the_plain_ops_do() -> None:
+    """To the dtype of the arrays between norm and rope, so that but few numbers are one rounding apart."""
+    rng, dtype = np.random.default_rng(6), torch.float16
+    q, k, v = (x.to(dtype) for x in views(rng, 5, 2, 2, 64))
+    scales = [torch.from_numpy(rng.uniform(0.5, 1.5, 64).astype(np.float32)).to(dtype) for _ in range(2)]
+    rope, step, _ = ropes_and_slots(rng, 5, 64, 4)
+    pools, ops = {name: torch.zeros(6, 4, 2, 64, dtype=dtype) for name in "kv"}, TorchOps()
+    want_q, want = ops.rope_write(q, {"k": k, "v": v}, rope, pools, "n p k d", step, (*scales, 1e-6))
+    want = {name: x.clone() for name, x in want.items()}
+    got = {name: torch.zeros(6, 4, 2, 64, dtype=dtype) for name in "kv"}
+    out = fused.rope_write(q, k, v, rope, got["k"], got["v"], "n p k d", step, (*scales, 1e-6))
+    for x, y in ((out, want_q), (got["k"], want["k"]), (got["v"], want["v"])):
+        assert (x != y).float().mean() < 2e-3
 
 
 def test_pools_of_more_than_keys_and_values_are_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +205,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "qk_norm",
         "gate",
         "rope_write",
+        "rope_write-norm",
         "decode-i8",
         "decode-fp8e4nv",
         "prefill-i8",
