@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -54,6 +55,9 @@ class NotYet:
     watermarking: Any = None
     trace_decode_token_ids: Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None
+
+
+NOT_YET = {f.name: f.default for f in fields(NotYet)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,31 +109,30 @@ class SamplingParams(NotYet):
     skip_reading_prefix_cache: bool | None = None
 
     def __new__(cls, **names: Any) -> SamplingParams:
-        check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
+        if not names.keys() <= DEFAULTS.keys():
+            check_names("sampling parameter", names, (f.name for f in fields(cls)), HINTS)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_supported()
-        self._set(
-            **_stopping(self), **_randomness(self), **checked_edits(self), **_returning(self), **_prompt_length(self)
-        )
-        self._set(**checked_logprobs(self))
+        # defaults need no check, and a benchmark makes a thousand of these
+        given = {name for name, value in vars(self).items() if value is not DEFAULTS.get(name, MISSING)}
+        for check, names in CHECKS:
+            if not names.isdisjoint(given):
+                vars(self).update(check(self))
+        vars(self).update(checked_logprobs(self))
         if self.structured_outputs is not None:
-            self._set(structured_outputs=_form(self))
+            vars(self)["structured_outputs"] = _form(self)
         if self.temperature == 0:
-            self._set(top_p=1.0, top_k=0, min_p=0.0)
+            vars(self).update(top_p=1.0, top_k=0, min_p=0.0)
             if self.n > 1:
                 raise ValueError(f"n {self.n} at temperature 0: greedy samples would all be equal, so n must be 1")
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def _check_supported(self) -> None:
-        for f in fields(NotYet):
-            value = getattr(self, f.name)
-            if value != f.default:
-                raise NotImplementedError(f"sampling parameter {f.name}={value!r} is not supported yet")
+        for name, default in NOT_YET.items():
+            value = getattr(self, name)
+            if value != default:
+                raise NotImplementedError(f"sampling parameter {name}={value!r} is not supported yet")
 
     @property
     def variant(self) -> str:
@@ -185,7 +188,11 @@ class SamplingParams(NotYet):
         counts = resolved_logprobs(self, vocab_size, max_logprobs)
         # more than all is all; the device keeps it as a float
         top_k = 0 if self.top_k >= vocab_size else self.top_k
-        return self.clone(**counts, top_k=top_k, detokenize=self.detokenize and has_tokenizer)
+        changes = counts | {"top_k": top_k, "detokenize": self.detokenize and has_tokenizer}
+        resolved = copy(self)
+        # as legal as they were: there is nothing to check again
+        vars(resolved).update(changes)
+        return resolved
 
 
 def request_key(seed: int, index: int = 0) -> tuple[int, int]:
@@ -262,8 +269,31 @@ def _returning(p: SamplingParams) -> dict[str, Any]:
 
 def _kind(value: Any) -> RequestOutputKind:
     """A kind, or the number of one."""
-    if value not in [*RequestOutputKind, *(k.value for k in RequestOutputKind)] or isinstance(value, bool):
+    if isinstance(value, RequestOutputKind):
+        return value
+    if value not in [k.value for k in RequestOutputKind] or isinstance(value, bool):
         raise ValueError(
             f"output_kind {value!r} is not RequestOutputKind.{', '.join(k.name for k in RequestOutputKind)}"
         )
     return RequestOutputKind(value)
+
+
+DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
+# what checks and normalises fields, in this order, with the fields that it looks at
+CHECKS: tuple[tuple[Callable[[SamplingParams], dict[str, Any]], frozenset[str]], ...] = tuple(
+    (check, frozenset(names.split()))
+    for check, names in (
+        (_stopping, "max_tokens min_tokens stop stop_token_ids ignore_eos repetition_detection detokenize"),
+        (_randomness, "n temperature top_p top_k min_p seed"),
+        (
+            checked_edits,
+            "presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words extra_args",
+        ),
+        (
+            _returning,
+            "output_kind stream_interval detokenize skip_special_tokens spaces_between_special_tokens "
+            "include_stop_str_in_output",
+        ),
+        (_prompt_length, "truncate_prompt_tokens truncation_side"),
+    )
+)
