@@ -11,6 +11,7 @@ import pickle
 import numpy as np
 import pytest
 
+from octavo.engine import sampling_params
 from octavo.engine.checks import UnknownArgumentError
 from octavo.engine.sampling_params import NotYet, SamplingParams, request_key
 from octavo.models.logit_edits import MAX_STOP_IDS
@@ -238,3 +239,18 @@ def test_request_keys_are_int32_and_follow_seed_plus_index():
 def test_request_keys_never_change():
     # sha256("0") starts 5feceb66 ffc86f38; seeds in users' notebooks depend on it
     assert request_key(0) == (0x66EBEC5F, 0x386FC8FF)
+
+
+def test_every_field_is_looked_at_by_a_check() -> None:
+    looked_at = frozenset().union(*(names for _, names in sampling_params.CHECKS))
+    others = {name for name in sampling_params.DEFAULTS if "logprob" in name} | {"skip_reading_prefix_cache"}
+    known = looked_at | others | sampling_params.NOT_YET.keys() | {"structured_outputs"}
+    assert known == sampling_params.DEFAULTS.keys()
+
+
+def test_resolving_leaves_the_params_as_they_were() -> None:
+    params = SamplingParams(top_k=5000, logprobs=-1)
+    resolved = params.resolve(1000, -1, has_tokenizer=False)
+    assert (resolved.top_k, resolved.logprobs, resolved.detokenize) == (0, 1000, False)
+    assert (params.top_k, params.logprobs, params.detokenize) == (5000, -1, True)
+    assert resolved.clone() == resolved
