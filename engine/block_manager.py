@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.keeps import ALL, Keeps, by_window
-from .block_pool import ROOT, BlockPool, digests_of
+from .block_hashes import Hasher
+from .block_pool import BlockPool
 from .plan import TableWrite
 from .request import Request
 
@@ -39,18 +40,6 @@ def peak_blocks(keeps: Keeps, tokens: int, prompt: int, block_size: int, max_num
 def _front(table: Sequence[int]) -> int:
     """How many blocks a table has before the null blocks."""
     return next((i for i, block in enumerate(table) if not block), len(table))
-
-
-def extra_keys(request: Request, index: int) -> tuple[tuple[str, bytes], ...]:
-    """What the K/V of its index-th block depend on beside tokens. A block's digest reaches all later ones."""
-    if not request.block_digests and (index or request.cache_salt is None):
-        return ()
-    keys = []
-    if index == 0 and request.cache_salt is not None:
-        keys.append(("salt", request.cache_salt.encode("utf-8", "surrogatepass")))
-    if index < len(request.block_digests):
-        keys.append(("embeds", request.block_digests[index]))
-    return tuple(keys)
 
 
 class BlockManager:
@@ -89,6 +78,7 @@ class BlockManager:
         if self.cuts and enable_prefix_caching:
             raise ValueError(f"enable_prefix_caching=True: under {keeps} a block does not follow from its prefix")
         self.evict: Callable[[BlockPool], int] | None = None
+        self.hasher = Hasher(block_size)
         self.clear()
 
     def clear(self) -> None:
@@ -127,8 +117,11 @@ class BlockManager:
         """
         if not self.caching or r.params.skip_reading_prefix_cache:
             return Hit(0, ((),) * len(self.pools))
-        self._extend_hashes(r)
+        self.hasher.extend(r)
         length, before = r.most_hit // self.block_size, -1
+        if len(self.pools) == 1 and self.keeps[0].window is None:
+            blocks = self.pools[0].find_first(r.hashes[:length])
+            return Hit(len(blocks) * self.block_size, (tuple(blocks),))
         while length != before:
             before = length
             for group in range(len(self.pools)):
@@ -144,7 +137,8 @@ class BlockManager:
         """The largest number of blocks, up to limit, after which a sequence of these hashes can go on in this group."""
         pool, window, sinks = self.pools[group], self.keeps[group].window, self.sinks[group]
         whole = limit if window is None else min(limit, sinks)
-        limit = next((i for i in range(whole) if pool.find(hashes[i]) is None), limit)
+        found = len(pool.find_first(hashes[:whole]))
+        limit = limit if found == whole else found
         if window is None:
             return limit
         need, run, end = self.ceil(window - 1), 0, limit
@@ -184,16 +178,14 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             held = [b for b in hit.blocks[group] if b]
             # a hit on a free block takes that block out of the free ones
-            revived = sum(1 for b in held if pool.refs[b] == 0)
+            revived = [pool.refs[b] for b in held].count(0)
             most = self.peak(group, len(r.tokens), len(r.prompt))
             new = max(most - len(held), self._used(group, r, upto) - len(hit.blocks[group]))
             if new > len(pool.free) - revived - spare:
                 return False
         r.blocks, r.computed, r.registered = [list(b) for b in hit.blocks], hit.length, len(hit.blocks[0])
         for pool, table in zip(self.pools, r.blocks):
-            for block in table:
-                if block:
-                    pool.share(block)
+            pool.share(b for b in table if b)
         for group, (pool, table) in enumerate(zip(self.pools, r.blocks)):
             table += [pool.take() for _ in range(self._used(group, r, upto) - len(table))]
             table += [0] * (self.ceil(upto) - len(table))
@@ -268,11 +260,10 @@ class BlockManager:
         """Lets others hit the blocks that are full of known tokens and scheduled to be computed."""
         full = min(r.computed, len(r.tokens)) // self.block_size
         if self.caching:
-            self._extend_hashes(r)
-            for i in range(r.registered, full):
-                for pool, table in zip(self.pools, r.blocks):
-                    if table[i]:
-                        pool.register(table[i], r.hashes[i])
+            self.hasher.extend(r)
+            new = slice(r.registered, full)
+            for pool, table in zip(self.pools, r.blocks):
+                pool.register(table[new], r.hashes[new])
         r.registered = full
 
     def release(self, r: Request) -> None:
@@ -288,12 +279,6 @@ class BlockManager:
         for pool in self.pools:
             pool.forget_all()
         return True
-
-    def _extend_hashes(self, r: Request) -> None:
-        size, first = self.block_size, len(r.hashes)
-        if (first + 1) * size <= len(r.tokens):
-            parent = r.hashes[-1] if first else ROOT
-            r.hashes += digests_of(parent, r.tokens[first * size :], size, lambda i: extra_keys(r, first + i))
 
     def dump(self) -> dict[str, Any]:
         """Its whole state as a JSON-able value."""

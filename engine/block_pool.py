@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-ROOT = hashlib.sha256(b"octavo: nothing precedes the first block").digest()
-
-
-class BlockKey(NamedTuple):
-    """Everything the K/V of one full block depend on. Equal keys, equal content.
-
-    `extra` holds what is not a token, tagged by kind ("salt"; later "lora", "mm"), so that two kinds never collide.
-    """
-
-    parent: bytes  # digest of the block before it, or ROOT
-    tokens: tuple[int, ...]
-    extra: tuple[tuple[str, bytes], ...] = ()
-
-    def digest(self) -> bytes:
-        """The sha256 of an encoding in which every part is fixed in size or preceded by its size."""
-        return digest_of(self.parent, _size(len(self.tokens)) + array("i", self.tokens).tobytes(), self.extra)
-
-
-def digest_of(parent: bytes, tokens: bytes, extra: tuple[tuple[str, bytes], ...]) -> bytes:
-    """The digest of a BlockKey whose tokens are encoded already, their number first."""
-    for tag, value in extra:
-        name = tag.encode()
-        tokens += _size(len(name)) + name + _size(len(value)) + value
-    return hashlib.sha256(parent + tokens).digest()
-
-
-def digests_of(
-    parent: bytes, tokens: Sequence[int], size: int, extra: Callable[[int], tuple[tuple[str, bytes], ...]]
-) -> Iterator[bytes]:
-    """The digests of the full blocks that tokens make behind `parent`; extra(i) is what the i-th has beside tokens."""
-    data, head, width = array("i", tokens).tobytes(), _size(size), size * array("i").itemsize
-    for i in range(len(tokens) // size):
-        parent = digest_of(parent, head + data[i * width : (i + 1) * width], extra(i))
-        yield parent
+from .block_hashes import size_of
 
 
 class BlockPool:
@@ -55,7 +20,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.refs = [0] * num_blocks
         # the group is a part of the key: one content has other K/V in another group
-        self.suffix = _size(group)
+        self.suffix = size_of(group)
         self.key_of: dict[int, bytes] = {}
         self.holder: dict[bytes, int] = {}
         self.duplicates: dict[bytes, list[int]] = {}
@@ -75,38 +40,46 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        """Uses a block once more; a free one leaves the free queue."""
-        if self.refs[block] == 0:
-            del self.free[block]
-        self.refs[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """Uses each block once more; a free one leaves the free queue."""
+        refs = self.refs
+        for block in blocks:
+            if refs[block] == 0:
+                del self.free[block]
+            refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Uses each block once less. Give them in the order in which they may be evicted.
 
         Free blocks without a key go to the front of the queue, to be reused at once, those with one to its end.
         """
+        refs, free, key_of = self.refs, self.free, self.key_of
         for block in blocks:
-            assert self.refs[block] > 0, f"block {block} is released more often than it was taken"
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                self.free[block] = None
-                if block not in self.key_of:
-                    self.free.move_to_end(block, last=False)
+            assert refs[block] > 0, f"block {block} is released more often than it was taken"
+            refs[block] -= 1
+            if refs[block] == 0:
+                free[block] = None
+                if block not in key_of:
+                    free.move_to_end(block, last=False)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Lets `find` see what a block holds, or is scheduled to hold. Does nothing for a registered one."""
-        if block in self.key_of:
-            return
-        key = digest + self.suffix
-        self.key_of[block] = key
-        if key in self.holder:
-            self.duplicates.setdefault(key, []).append(block)
-        else:
-            self.holder[key] = block
+    def register(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Lets `find` see what blocks hold, or are scheduled to hold, but for the null block and registered ones."""
+        key_of, holder, suffix = self.key_of, self.holder, self.suffix
+        for block, digest in zip(blocks, digests, strict=True):
+            if not block or block in key_of:
+                continue
+            key_of[block] = key = digest + suffix
+            if holder.setdefault(key, block) != block:
+                self.duplicates.setdefault(key, []).append(block)
 
     def find(self, digest: bytes) -> int | None:
         return self.holder.get(digest + self.suffix)
+
+    def find_first(self, digests: Sequence[bytes]) -> list[int]:
+        """The blocks of the first of these, up to the first that nobody holds."""
+        suffix = self.suffix
+        found = list(map(self.holder.get, [digest + suffix for digest in digests]))
+        return found[: found.index(None)] if None in found else found
 
     def forget_all(self) -> None:
         """Empties the prefix cache; the order of the free queue stays."""
@@ -143,7 +116,3 @@ class BlockPool:
             if blocks[1:]:
                 self.duplicates[key] = blocks[1:]
             self.key_of.update(dict.fromkeys(blocks, key))
-
-
-def _size(n: int) -> bytes:
-    return n.to_bytes(4, "little")

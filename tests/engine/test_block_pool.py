@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 
+from octavo.engine import block_hashes
+from octavo.engine.block_hashes import MOST_REMEMBERED, ROOT, BlockKey, Hasher, extra_keys
 from octavo.engine.block_manager import BlockManager
-from octavo.engine.block_pool import ROOT, BlockKey, BlockPool
+from octavo.engine.block_pool import BlockPool
 from octavo.engine.request import Request
 from octavo.engine.sampling_params import SamplingParams
 
@@ -49,8 +52,8 @@ def test_blocks_are_handed_out_in_order_without_the_null_block():
 def test_freed_blocks_without_a_key_are_reused_at_once_and_hashed_ones_last():
     pool = BlockPool(6)
     taken = [pool.take() for _ in range(4)]
-    pool.register(1, A)
-    pool.register(2, B)
+    pool.register([1], [A])
+    pool.register([2], [B])
     pool.release(reversed(taken))
     # 4 and 3 in front of the never used 5, the later freed first; 2 before 1: the tail is evicted before the head
     assert list(pool.free) == [3, 4, 5, 2, 1]
@@ -58,7 +61,7 @@ def test_freed_blocks_without_a_key_are_reused_at_once_and_hashed_ones_last():
 
 def test_taking_a_hashed_block_forgets_it():
     pool = BlockPool(2)
-    pool.register(pool.take(), A)
+    pool.register([pool.take()], [A])
     pool.release([1])
     assert pool.find(A) == 1
     assert pool.take() == 1
@@ -69,7 +72,7 @@ def test_taking_a_hashed_block_forgets_it():
 def test_shared_block_is_free_after_the_last_release():
     pool = BlockPool(3)
     block = pool.take()
-    pool.share(block)
+    pool.share([block])
     pool.release([block])
     assert block not in pool.free
     pool.release([block])
@@ -82,9 +85,9 @@ def test_hit_takes_a_free_block_out_of_the_middle_of_the_queue():
     pool = BlockPool(5)
     taken = [pool.take() for _ in range(3)]
     for block, digest in zip(taken, (A, B, ROOT)):
-        pool.register(block, digest)
+        pool.register([block], [digest])
     pool.release(taken)
-    pool.share(2)
+    pool.share([2])
     assert list(pool.free) == [4, 1, 3]
     assert pool.refs[2] == 1
 
@@ -93,7 +96,7 @@ def test_hit_takes_a_free_block_out_of_the_middle_of_the_queue():
 def test_duplicates_are_both_kept_and_the_first_is_found(evicted, found):
     pool = BlockPool(3)
     for block in (pool.take(), pool.take()):
-        pool.register(block, A)
+        pool.register([block], [A])
     assert pool.find(A) == 1
     pool.release([evicted])
     assert pool.take() == evicted
@@ -107,11 +110,11 @@ def test_duplicates_are_both_kept_and_the_first_is_found(evicted, found):
 def test_dumped_pool_goes_on_alike():
     pool, copy = BlockPool(6, group=3), BlockPool(6, group=3)
     for digest in (A, A, B):
-        pool.register(pool.take(), digest)
+        pool.register([pool.take()], [digest])
     pool.release([3, 1])
     copy.restore(pool.dump())
     for p in (pool, copy):
-        p.share(3)
+        p.share([3])
     assert copy.dump() == pool.dump()
     assert [copy.take() for _ in range(3)] == [pool.take() for _ in range(3)] == [4, 5, 1]
     assert copy.find(A) == pool.find(A) == 2
@@ -139,10 +142,59 @@ def test_digest_is_the_same_in_every_process():
     assert KEYS["salt"].digest().hex() == "fc7c5e49989fc7cbb22248d404b21a2906e1d5f0acf92e65d0b3da1fd14d2c96"
 
 
+def _hashes(tokens: list[int], salt: str | None = None, embeds: tuple[bytes, ...] = ()) -> Request:
+    return Request("r", tokens, SamplingParams(), cache_salt=salt, block_digests=embeds)
+
+
+def _by_key(r: Request, size: int) -> list[bytes]:
+    """The hashes of a request, one BlockKey after another."""
+    found, parent = [], ROOT
+    for i in range(len(r.tokens) // size):
+        parent = BlockKey(parent, tuple(r.tokens[i * size : (i + 1) * size]), extra_keys(r, i)).digest()
+        found.append(parent)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hashes_are_the_digests_of_keys_however_prompts_begin_alike(seed: int):
+    rng, hasher = random.Random(seed), Hasher(4)
+    stems = [[rng.randrange(3) for _ in range(20)] for _ in range(3)]
+    for _ in range(200):
+        tokens = rng.choice(stems)[: rng.randrange(1, 21)] + [rng.randrange(3) for _ in range(rng.randrange(9))]
+        embeds = tuple(bytes([rng.randrange(2)]) for _ in range(rng.choice([0, 0, 0, 2])))
+        r = _hashes(tokens, rng.choice([None, "x", "y"]), embeds)
+        hasher.extend(r)
+        assert r.hashes == _by_key(r, 4)
+        r.tokens += [rng.randrange(3) for _ in range(rng.randrange(9))]
+        hasher.extend(r)
+        assert r.hashes == _by_key(r, 4)
+
+
+def test_where_prompts_begin_alike_digests_are_made_once(monkeypatch):
+    hasher, made = Hasher(4), []
+    real = block_hashes.digests_of
+
+    def counted(parent, data, size, extras):
+        made.append(len(data) // (4 * size))
+        return real(parent, data, size, extras)
+
+    monkeypatch.setattr(block_hashes, "digests_of", counted)
+    for tail in ([1], [2] * 4, [3] * 8):
+        hasher.extend(_hashes(list(range(40)) + tail))
+    assert made == [1, 9, 1, 1, 1, 2]
+
+
+def test_few_beginnings_are_remembered():
+    hasher = Hasher(4)
+    for i in range(2 * MOST_REMEMBERED):
+        hasher.extend(_hashes([i] * 4))
+    assert len(hasher.remembered) == MOST_REMEMBERED
+
+
 def test_groups_have_different_keys():
     pools = [BlockPool(2, group) for group in (0, 1)]
     for pool in pools:
-        pool.register(pool.take(), A)
+        pool.register([pool.take()], [A])
     assert not pools[0].holder.keys() & pools[1].holder.keys()
 
 
