@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from .child import Caught
+from .collector import Paused
 from .config import EngineConfig
 from .intake import Intake
 from .metrics import EngineMetrics
@@ -15,6 +16,7 @@ from .output_processor import Family, OutputProcessor
 from .parallel.joint_steps import JointSteps
 from .parallel.remote_runner import RemoteRunner
 from .plan import Plan
+from .progress import Progress
 from .replica import Replica
 from .request import Request
 from .routing import Routing
@@ -70,6 +72,21 @@ class EngineSteps:
     @property
     def step_log(self) -> StepLog | None:
         return self.replicas[0].step_log
+
+    def _run(self, families: Sequence[Family], use_tqdm: bool, pause: Paused | None = None) -> None:
+        """Runs steps until these have ended; ends the pause once the first has been launched."""
+        left = list(families)
+        with Progress(len(families), use_tqdm) as bar:
+            while left:
+                # others may run the steps in which they end
+                if left[-1].finished:
+                    left.pop()
+                    continue
+                num_tokens, touched = self._advance()
+                if pause:
+                    pause.end()
+                ended = sum(f.finished for f in touched if not f.queued) if use_tqdm else 0
+                bar.advance(num_tokens, ended)
 
     def _advance(self) -> tuple[int, list[Family]]:
         """Runs one step, for all. Returns how many tokens it brought, and the families that got them.

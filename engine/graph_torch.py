@@ -9,15 +9,15 @@ memory, which the next replay of any graph may overwrite: the graphs share one p
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from .collector import Paused
 
 log = logging.getLogger("octavo")
 
@@ -254,18 +254,6 @@ class Program:
         return tuple(state if i == self.back else x for i, x in enumerate(results))
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A collector that finds the graphs of an engine that is gone would destroy them, which voids a recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class GraphPool:
     """Records CUDA graphs that share their memory."""
 
@@ -293,7 +281,8 @@ class GraphPool:
         """What replays `run`, and its results, which a replay overwrites."""
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream), no_garbage_collection():
+        # a collector that finds the graphs of an engine that is gone would destroy them, which voids a recording
+        with torch.cuda.stream(self.stream), Paused():
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 results = run()

@@ -14,6 +14,7 @@ from ..models.logit_edits import LogitsProcessor
 from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from .build import build
 from .checks import integer, sequence
+from .collector import Paused
 from .config import engine_config
 from .edits import edits_of
 from .engine_stats import EngineStats, stats_of
@@ -33,7 +34,6 @@ from .pooling import (
     hidden_states,
     routed_experts,
 )
-from .progress import Progress
 from .prompt_embeds import check_beside, embeds_of
 from .prompts import (
     Prompt,
@@ -115,12 +115,16 @@ class LLM(Sleeps):
             raise ValueError(f"{len(priorities)} priorities for {len(prompts)} prompts")
         names = [self._next_id() for _ in prompts]
         each = zip(names, prompts, params, priorities, strict=True)
-        members = [self._members(name, prompt, p, first) for name, prompt, p, first in each]
-        try:
-            families = [self._admit(*each) for each in zip(names, members, prompts, strict=True)]
-            return self._run(families, use_tqdm)
-        finally:
-            self.abort(names)
+        # a collection would look at every id of every prompt: better once the first step runs
+        with Paused() as pause:
+            members = [self._members(name, prompt, p, first) for name, prompt, p, first in each]
+            try:
+                families = [self._admit(*each) for each in zip(names, members, prompts, strict=True)]
+                self._run(families, use_tqdm, pause)
+                with self.lock:
+                    return [self.processor.output(family) for family in families]
+            finally:
+                self.abort(names)
 
     def chat(
         self,
@@ -286,20 +290,6 @@ class LLM(Sleeps):
             touched, self.touched = self.touched, {}
             news = map(self.processor.news, touched.values())
             return [output for output in news if output is not None]
-
-    def _run(self, families: Sequence[Family], use_tqdm: bool) -> list[RequestOutput]:
-        left = list(families)
-        with Progress(len(families), use_tqdm) as bar:
-            while left:
-                # others may run the steps in which they end
-                if left[-1].finished:
-                    left.pop()
-                    continue
-                num_tokens, touched = self._advance()
-                ended = sum(f.finished for f in touched if not f.queued) if use_tqdm else 0
-                bar.advance(num_tokens, ended)
-        with self.lock:
-            return [self.processor.output(family) for family in families]
 
     def _members(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
