@@ -69,17 +69,22 @@ class NoDevice(backend_torch.TorchBackend):
         return program
 
 
-def measure(requests: int, layers: int) -> float:
-    """Microseconds of processor time a steady step."""
+def engine(layers: int, vocab: int = 1000, blocks: int = 24 * ROWS) -> LLM:
+    """One whose programs compute nothing."""
     backend_torch.TorchBackend = NoDevice  # type: ignore[misc]
     model = llama.LlamaConfig(
-        vocab_size=1000, embed_dim=8, mlp_dim=8, num_layers=layers, num_heads=1, num_kv_heads=1, head_dim=8,
+        vocab_size=vocab, embed_dim=8, mlp_dim=8, num_layers=layers, num_heads=1, num_kv_heads=1, head_dim=8,
         max_model_len=4352,
     )  # fmt: skip
-    llm = LLM(
+    return LLM(
         llama.spec(model), load_format="dummy", skip_tokenizer_init=True, backend="torch", device="cpu",
-        max_model_len=4352, max_num_seqs=ROWS, max_num_batched_tokens=8192, num_gpu_blocks_override=24 * ROWS,
+        max_model_len=4352, max_num_seqs=ROWS, max_num_batched_tokens=8192, num_gpu_blocks_override=blocks,
     )  # fmt: skip
+
+
+def measure(requests: int, layers: int) -> float:
+    """Microseconds of processor time a steady step."""
+    llm = engine(layers)
     prompts, seconds = [[10 + i % 900, i // 900, *range(30)] for i in range(requests)], {}
     for length in (SHORT, SHORT, LONG):
         llm.reset_prefix_cache()
