@@ -296,7 +296,9 @@ class TorchBackend:
         """A copy on the host; of a packed weight, as it was before."""
         if isinstance(x, Tensor) and not isinstance(x, Void) and "prefetched" in x.__dict__:
             host, copied = x.__dict__["prefetched"]
-            copied.synchronize()
+            # in a thread of its own the first GPU would be taken into use, whichever x is on
+            with torch.cuda.device(x.device):
+                copied.synchronize()
         else:
             host = (x.dense() if isinstance(x, Packed) else x).detach().cpu()
         if host.dtype == torch.bfloat16:
