@@ -146,7 +146,9 @@ class TorchOps(Collectives):
             x_TE = self.mesh.all_gather(x_TE, apart, 0)
             # as one array: what it costs is to talk at all
             both_T2C = self.mesh.all_gather(torch.cat([weights_TC.view(torch.int32), ids_TC.int()], 1), apart, 0)
-            weights_TC, ids_TC = both_T2C[:, : ids_TC.shape[1]].view(torch.float32), both_T2C[:, ids_TC.shape[1] :]
+            # kernels take the weights of one token behind those of another
+            weights_TC, ids_TC = (x.contiguous() for x in both_T2C.tensor_split(2, 1))
+            weights_TC = weights_TC.view(torch.float32)
         if self.shards("experts"):
             ids_TC = self._local_experts(ids_TC, len(gate_up_XEXF))
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, None, torch.float32)
