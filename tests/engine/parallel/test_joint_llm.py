@@ -14,7 +14,9 @@ import tiny
 import tiny_moe
 import torch  # noqa: F401
 from backends import BACKENDS
+from graphed import PLAIN
 from ranks import FALLING
+from recorder import graphs_on_a_cpu
 from tiny import GREEDY, PROMPTS, RANDOM
 from tolerances import tolerance
 
@@ -109,6 +111,18 @@ def test_a_step_that_fails_ends_the_requests_of_all_and_no_later_one(backend: st
     want = tiny.tokens(tiny_moe.engine(backend="torch"), PROMPTS[:3])
     assert tiny.tokens(llm, PROMPTS[:3]) == want
     llm.shutdown()
+
+
+@pytest.mark.slow
+def test_replicas_meet_in_graphs_and_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what layers gather is in recordings, what was sampled is gathered outside of them."""
+    recorder = graphs_on_a_cpu(monkeypatch)
+    llm = tiny_moe.engine(backend="torch", logits_processors=[PLAIN], warmup="all", **EP)
+    before = llm.backend.num_compiles()
+    got = tiny.tokens(llm, PROMPTS[:3])
+    assert recorder.replays > 20 and llm.backend.num_compiles() == before > 0
+    llm.shutdown()
+    assert got == tiny.tokens(tiny_moe.engine(backend="torch", enforce_eager=True), PROMPTS[:3])
 
 
 def test_embeddings_of_one_prompt_and_ids_of_another_and_a_sleep_between() -> None:
