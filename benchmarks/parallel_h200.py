@@ -1,101 +1,248 @@
-"""Two GPUs: tensor parallelism over NCCL. Tokens of one GPU in float32 on a small model, then the Llama-8B shape.
+"""Two GPUs: what octavo computes on them is what it computes on one, what happens when something breaks, and how fast.
 
-    python benchmarks/parallel_h200.py --part torch-equal|torch-8b|jax-equal [--device cpu]
+    python benchmarks/parallel_h200.py [--seconds 200] [--device cpu] [--only WORD ...]
 
-Prints lines of JSON.
+Every part (parallel_parts.py) has a process of its own, and a hang costs it alone: then its ranks say where they stand.
+Prints lines of JSON as they come, tables last; everything goes to $OUT/parallel_h200.json, or beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
+import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
 
-from octavo.engine import LLM, SamplingParams
-from octavo.engine.bench.workloads import CONFIGS, workload, write_config
-from octavo.engine.errors import RankLostError
+import parallel_parts
+from parallel_parts import PARTS, WAVES, Part, put, shape_of
 
-SMALL = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "max_position_embeddings": 1024, "torch_dtype": "float32", "eos_token_id": 1,
-}  # fmt: skip
+from octavo.engine.bench.workloads import CONFIGS, write_config
 
-
-def put(name: str, **values: Any) -> None:
-    print(json.dumps({"part": name} | values), flush=True)
-
-
-def equal(backend: str, device: str) -> None:
-    """Greedy tokens of one device and of two, in float32, with chunks, hits and a preemption."""
-    CONFIGS["small"] = SMALL
-    folder, found = write_config("small"), []
-    prompts = [p[:n] for (p, _), n in zip(workload("decode-64", 2000)[:12], range(5, 125, 10))]
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=0)
-    for size in (1, 2):
-        began = time.perf_counter()
-        llm = LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, backend=backend, device=device, dtype="float32",
-            tensor_parallel_size=size, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
-            num_gpu_blocks_override=40, state_check_interval=16,
-        )  # fmt: skip
-        outputs = [o for _ in range(2) for o in llm.generate(prompts, params, use_tqdm=False)]
-        found.append([(list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs])
-        put(f"{backend} tp {size}", seconds=round(time.perf_counter() - began, 1),
-            preemptions=llm.scheduler.num_preemptions, compiles=llm.backend.num_compiles())  # fmt: skip
-        llm.shutdown()
-        del llm
-    same = sum(a[0] == b[0] for a, b in zip(*found))
-    worst = max(abs(a[1] - b[1]) for a, b in zip(*found) if a[0] == b[0])
-    put(f"{backend} equal", same=same, of=len(found[0]), largest_difference_of_cumulative_logprobs=worst)
+# seconds that a part has until it is through, or ready; and a timed one for its measurements
+START, MEASURE = 110.0, 45.0
+SLOWER = {"cuda": 1, "cpu": 8}  # so many times as long
+LEAST = 45.0  # seconds that must be left for a wave to begin
+CORES = 3  # of this machine, for each part that starts
+SHOWN = ("tokens", "told", "logprobs", "routed")  # too long to be printed
 
 
-def llama(device: str, model: str) -> None:
-    """Decode of one and of 64 sequences on two GPUs, random weights in bfloat16; then a rank is killed."""
-    began = time.perf_counter()
-    llm = LLM(
-        write_config(model), load_format="dummy", skip_tokenizer_init=True, backend="torch", device=device,
-        tensor_parallel_size=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=2**32 if device == "cuda" else 2**26,
-    )  # fmt: skip
-    put("llama ready", seconds=round(time.perf_counter() - began, 1), weights=llm.memory_plan.weights_bytes,
-        collectives=[vars(c) for c in llm.memory_plan.collectives])  # fmt: skip
-    vocab = CONFIGS[model]["vocab_size"]
-    for name, count in (("decode-1", 256), ("decode-64", 128)):
-        prompts = [p for p, _ in workload(name, vocab)]
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        # records the graphs of these shapes
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-        llm.reset_prefix_cache()
-        before, started = llm.backend.num_compiles(), time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        put(f"llama {name}", tok_s=round(len(prompts) * count / seconds, 1), seconds=round(seconds, 3),
-            recorded=llm.backend.num_compiles() - before, graphs=before)  # fmt: skip
-    assert llm.team and llm.team.peers[0].child
-    os.kill(llm.team.peers[0].child.pid, signal.SIGKILL)
-    started = time.perf_counter()
-    try:
-        llm.generate(prompts, params, use_tqdm=False)
-    except (RankLostError, RuntimeError) as error:
-        put("llama killed", seconds=round(time.perf_counter() - started, 2), error=f"{type(error).__name__}: {error}")
-    # what is left of NCCL may wait for the one that is gone
-    os._exit(0)
+@dataclass(eq=False)
+class Running:
+    """A part under way, and what it has said."""
+
+    part: Part
+    process: subprocess.Popen[str]
+    errors: Path
+    until: float
+    began: float = field(default_factory=time.monotonic)
+    said: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.part.does == "timed" and any("ready" in values for values in self.said)
+
+    def result(self) -> dict[str, Any]:
+        """All that it said as one, its measurements by workload."""
+        found: dict[str, Any] = {"part": self.part.name, "wall": round(time.monotonic() - self.began, 1)}
+        for values in self.said:
+            if "work" in values:
+                found.setdefault("work", {})[values["work"]] = {k: v for k, v in values.items() if k != "work"}
+            else:
+                found |= values
+        if "error" in found:
+            found["stderr"] = self.errors.read_text(errors="replace")[-6000:]
+        return found
+
+
+class Supervisor:
+    """Runs waves of parts, until the time is up."""
+
+    def __init__(self, device: str, seconds: float, folder: Path):
+        self.device, self.until, self.folder = device, time.monotonic() + seconds, folder
+        self.slots = max(1, (os.cpu_count() or 1) // CORES)
+        self.news: queue.Queue[tuple[Running, str | None]] = queue.Queue()
+        self.results: dict[str, dict[str, Any]] = {}
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def wave(self, parts: Sequence[Part]) -> None:
+        """Starts parts side by side; when all others are through, timed ones measure one by one."""
+        waiting, active, ready = list(parts), [], []
+        while (waiting or active) and self.left > 0:
+            while waiting and len(active) < self.slots:
+                active.append(self._start(waiting.pop(0)))
+            self._listen(active)
+            ready += [one for one in active if one.is_ready and not one.ended]
+            active = [one for one in active if not one.ended and not one.is_ready]
+        for part in waiting:
+            self._note({"part": part.name, "error": "not run: no time was left"})
+        for one in active:
+            self._give_up(one, "the time is up")
+        for one in ready:
+            self._measure(one)
+
+    def _measure(self, one: Running) -> None:
+        if self.left <= 0:
+            self._give_up(one, "it was ready, and the time is up")
+            return
+        one.until = self._until(MEASURE)
+        assert one.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            one.process.stdin.write("go\n")
+            one.process.stdin.flush()
+        while not one.ended:
+            self._listen([one])
+
+    def _until(self, seconds: float) -> float:
+        return time.monotonic() + min(seconds * SLOWER[self.device], max(self.left, 0))
+
+    def _start(self, part: Part) -> Running:
+        errors = self.folder / f"{part.name.replace(' ', '-')}.err"
+        command = [sys.executable, __file__, "--part", part.name, "--device", self.device]
+        # SIGABRT then says where every thread is, in the other ranks too
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+        with errors.open("w") as file:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                                       env=environment)  # fmt: skip
+        one = Running(part, process, errors, self._until(START))
+        assert process.stdout
+        threading.Thread(target=self._read, args=(one, process.stdout), daemon=True).start()
+        return one
+
+    def _read(self, one: Running, lines: IO[str]) -> None:
+        for line in lines:
+            self.news.put((one, line))
+        self.news.put((one, None))
+
+    def _listen(self, running: Iterable[Running]) -> None:
+        """Takes in what has come, and gives up on those that are late."""
+        with contextlib.suppress(queue.Empty):
+            one, line = self.news.get(timeout=0.2)
+            if line is not None and line.startswith("{"):
+                one.said.append(json.loads(line))
+            elif line is None and not one.ended:
+                if status := one.process.wait():
+                    one.said.append({"error": f"ended with status {status}"} if not _failed(one) else {})
+                self._end(one)
+        for one in running:
+            if not one.ended and time.monotonic() > one.until:
+                self._give_up(one, "it took too long")
+
+    def _give_up(self, one: Running, why: str) -> None:
+        for pid in (*_children(one.process.pid), one.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        try:
+            one.process.wait(5)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+        one.said.append({"error": why})
+        self._end(one)
+
+    def _end(self, one: Running) -> None:
+        one.ended = True
+        self._note(one.result())
+
+    def _note(self, result: dict[str, Any]) -> None:
+        self.results[result["part"]] = result
+        put(**{name: x for name, x in result.items() if name not in (*SHOWN, "stderr")})
+        if "stderr" in result:
+            print("".join(f"    {line}\n" for line in result["stderr"].splitlines()[-4:]), end="", flush=True)
+
+
+def _failed(one: Running) -> bool:
+    return any("error" in values for values in one.said)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """How many outputs are those of one device, and how far their cumulative logprobs are apart at most."""
+    tokens, told = ([a == b for a, b in zip(found[name], one[name], strict=True)] for name in ("tokens", "told"))
+    apart = [abs(a - b) for a, b, same in zip(found["logprobs"], one["logprobs"], told, strict=True) if same]
+    values = {"same": f"{sum(tokens) + sum(told)} of {len(tokens) + len(told)}", "logprobs": max(apart, default=None)}
+    if found["routed"] and one["routed"]:
+        values["routed"] = sum(a == b for a, b in zip(found["routed"], one["routed"], strict=True))
+    return values
+
+
+def tables(results: dict[str, dict[str, Any]]) -> None:
+    for part in PARTS.values():
+        if (found := results.get(part.name)) is None:
+            continue
+        row: dict[str, Any] = {}
+        if part.does == "equal" and "tokens" in found:
+            one = results.get(part.like, {})
+            row = compared(found, one) if "tokens" in one else {"same": "nothing to compare with"}
+            names = ("replicas", "preemptions", "compared", "compiles", "ready", "seconds")
+            row |= {name: found[name] for name in names}
+        elif "work" in found:
+            row = {name: f"{x['tok_s']} tok/s ({x['compiles']} new)" for name, x in found["work"].items()}
+        if part.does != "equal" or "error" in found:
+            row |= {name: found[name] for name in ("ready", "said", "same", "of", "seconds", "error") if name in found}
+        print(f"{part.name:32}", "  ".join(f"{name} {x}" for name, x in row.items()), flush=True)
+
+
+def write_configs(device: str) -> None:
+    """What parts read: once, since they start side by side."""
+    for part in PARTS.values():
+        CONFIGS[folder_name(part, device)] = shape_of(part.model, device)
+        write_config(folder_name(part, device))
+
+
+def folder_name(part: Part, device: str) -> str:
+    return f"two-{part.model}-{device}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("torch-equal", "torch-8b", "jax-equal"), required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", choices=list(CONFIGS), default="llama-8b")
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names have one of these; needs the ones "
+                        "they are compared with")  # fmt: skip
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part == "torch-8b":
-        llama(args.device, args.model)
-    else:
-        equal(args.part.split("-")[0], args.device)
+    if args.part:
+        from octavo.engine.loading.cache_dir import cache_dir
+
+        folder = cache_dir() / "bench-models" / folder_name(PARTS[args.part], args.device)
+        parallel_parts.run(args.part, args.device, str(folder))
+    # a rank that is given up says where it stands, and leaves no memory of a GPU behind on disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    write_configs(args.device)
+    out = Path(os.environ.get("OUT") or Path(__file__).parent)
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"parallel-{os.getpid()}"
+    folder.mkdir()
+    supervisor = Supervisor(args.device, args.seconds, folder)
+    for i, wave in enumerate(WAVES):
+        chosen = [part for part in wave if not args.only or any(word in part.name for word in args.only)]
+        if i and supervisor.left < LEAST:
+            print(f"not run, with {supervisor.left:.0f} s left: {', '.join(part.name for part in chosen)}", flush=True)
+            continue
+        supervisor.wave(chosen)
+        (out / "parallel_h200.json").write_text(json.dumps(supervisor.results, indent=1) + "\n")
+    print()
+    tables(supervisor.results)
 
 
 if __name__ == "__main__":
