@@ -81,7 +81,6 @@ def check(prompts: list[list[int]], max_tokens: int, monkeypatch: pytest.MonkeyP
         "part_kernel",
         "place_kernel",
         "derive_kernel",
-        "qk_norm_kernel",
         "rope_write_kernel",
         "prefill",
         "decode",
