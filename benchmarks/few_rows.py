@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from octavo.kernels_triton import few_rows, few_rows_kernels, few_rows_table
+from octavo.kernels_triton.arrivals import counters
 from octavo.kernels_triton.early import early
 from octavo.kernels_triton.few_rows import Tiling
 from octavo.kernels_triton.ops import TorchOps
@@ -128,7 +129,7 @@ def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:
     def error(out: torch.Tensor) -> float:
         return float((out.double() - want).norm() / want.norm())
 
-    few_rows.counters(x.device)
+    counters(x.device)
     scratch = rest.clone()
 
     def plain(w: torch.Tensor) -> torch.Tensor:

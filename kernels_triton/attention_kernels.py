@@ -1,4 +1,4 @@
-"""Paged attention in Triton: decode with split keys and a reduction, and chunked prefill in blocks of queries.
+"""Paged attention in Triton: decode with split keys, put together by the last, and prefill in blocks of queries.
 
 Peaks are in units of log2, so that weights are powers of two. Strides are arguments: any order of block, slot and head
 will do. Keys that no query of a program sees are not read, so they may hold anything.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arrivals import is_last
 from .early import take_turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -141,22 +142,47 @@ def share(length, low, splits, N: tl.constexpr, LEAST: tl.constexpr):
     return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), N) * N, LEAST)
 
 
+@triton.jit
+def put_together(
+    parts, peaks, sums, row_G, own_G, count, VP: tl.constexpr, GP: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """[GP, VP]: the values of `count` splits, whose parts lie behind one another from row_G on; C at a time."""
+    # rows of nobody divide by one
+    peak_G, sum_G = tl.full([GP], NEVER, tl.float32), tl.where(own_G, 0.0, 1.0)
+    acc_GV, e = tl.zeros([GP, VP], tl.float32), tl.arange(0, VP)
+    for z0 in range(0, count, C):
+        z_C = z0 + tl.arange(0, C)
+        there_CG, row_CG = (z_C < count)[:, None] & own_G[None, :], z_C[:, None] + row_G[None, :]
+        of_CG = tl.load(peaks + row_CG, mask=there_CG, other=NEVER, cache_modifier=".cg")
+        sum_CG = tl.load(sums + row_CG, mask=there_CG, other=0.0, cache_modifier=".cg")
+        at_CGV = parts + row_CG[:, :, None] * VP + e[None, None, :]
+        part_CGV = tl.load(at_CGV, mask=there_CG[:, :, None], other=0.0, cache_modifier=".cg")
+        new_G = tl.maximum(peak_G, tl.max(of_CG, 0))
+        keep_G, weight_CG = tl.exp2(peak_G - new_G), tl.exp2(of_CG - new_G[None, :])
+        sum_G = sum_G * keep_G + tl.sum(sum_CG * weight_CG, 0)
+        acc_GV = acc_GV * keep_G[:, None] + tl.sum(part_CGV * weight_CG[:, :, None], 0)
+        peak_G = new_G
+    return acc_GV / sum_G[:, None]
+
+
 # sizes that change from step to step make no variants of their own, each of which takes seconds to compile
 @triton.jit(do_not_specialize=["table_s", "num_seqs", "num_tokens", "num_parts"])
 def decode(
-    q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, scale, factor, table_s, num_seqs,
-    num_tokens, num_parts, k_scale, v_scale,
+    q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, turns, scale, factor, table_s,
+    num_seqs, num_tokens, num_parts, k_scale, v_scale,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, WITHIN: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
     prefixes[s] keys are read elsewhere (shared_prefix.py), and of its num_parts parts only the first are made here.
+    WITHIN: the last split of a head to arrive, of those that have keys, puts them together, C at a time.
     """
     take_turn(EARLY)
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -194,17 +220,30 @@ def decode(
             acc_MV, peak_M, sum_M = fold(
                 acc_MV, peak_M, sum_M, s_MN, v_NV, of_v, factor, q_MD.dtype, SCALED, PRECISION
             )  # fmt: skip
+        alone = True
         if SPLIT:
-            row_M = ((s.to(tl.int64) * K + h) * G + m) * num_parts + z
-            left_M = own_M & ((low > 0) | (tl.num_programs(2) > 1)) if SHARED else own_M
-            tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=left_M[:, None])
-            tl.store(peaks + row_M, peak_M, mask=left_M)
-            tl.store(sums + row_M, sum_M, mask=left_M)
-        if SHARED or not SPLIT:
-            whole_M = own_M & (low == 0) & (tl.num_programs(2) == 1) if SHARED else own_M
+            # splits that have keys
+            count = tl.cdiv(length - first, each)
+            alone = (low == 0) & (tl.num_programs(2) == 1) if SHARED else (count == 1) & WITHIN
+            row = (s.to(tl.int64) * K + h) * G * num_parts
+            if not alone:
+                row_M = row + m * num_parts + z
+                tl.store(parts + row_M[:, None] * VP + e[None, :], acc_MV, mask=own_M[:, None])
+                tl.store(peaks + row_M, peak_M, mask=own_M)
+                tl.store(sums + row_M, sum_M, mask=own_M)
+                last = False
+                if WITHIN:
+                    last = is_last(turns + s * K + h, count)
+                if last:
+                    g = tl.arange(0, GP)
+                    o_GV = put_together(parts, peaks, sums, row + g * num_parts, g < G, count, VP, GP, C)
+                    at_GV = out + ((t * K + h) * G + g)[:, None] * V + e[None, :]
+                    own_GV = (g < G)[:, None] & (e < V)[None, :]
+                    tl.store(at_GV, o_GV.to(out.dtype.element_ty), mask=own_GV)
+        if alone:
             at_MV = out + ((t * K + h) * G + m)[:, None] * V + e[None, :]
             o_MV = (acc_MV / sum_M[:, None]).to(out.dtype.element_ty)
-            tl.store(at_MV, o_MV, mask=whole_M[:, None] & (e < V)[None, :])
+            tl.store(at_MV, o_MV, mask=own_M[:, None] & (e < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits", "num_parts"])

@@ -10,13 +10,13 @@ import triton
 
 from . import few_rows_kernels as kernels
 from . import fused
+from .arrivals import counters
 from .early import early
 from .few_rows_table import TABLE
 from .products import contraction
 
 Tensor = torch.Tensor
 
-MAX_TILES = 1 << 14  # tiles of columns whose splits are counted
 RESIDENT_BYTES = 8 << 20  # of a weight that are asked for ahead: a part of the cache of the device
 
 
@@ -38,12 +38,6 @@ class Tiling(NamedTuple):
 @cache
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-@cache
-def counters(device: torch.device) -> Tensor:
-    """Zeros that a launch counts its programs in, and leaves zero. Never made while a graph is recorded."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 @cache

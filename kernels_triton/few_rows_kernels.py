@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arrivals import is_last
 from .early import take_turn
 
 LINE = tl.constexpr(64)  # numbers of two bytes that one prefetch brings
@@ -83,10 +84,8 @@ def product(
         tl.store(mine + here_MN, acc_MN)
         if GATE:
             tl.store(mine + M * N + here_MN, up_MN)
-        tl.debug_barrier()
-        last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == Z - 1
+        last = is_last(turns + tile, Z)
         if last:
-            tl.store(turns + tile, 0)
             acc_MN, up_MN = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
             for i in tl.static_range(Z):
                 one = parts + (tile * Z + i).to(tl.int64) * (KINDS * M * N)

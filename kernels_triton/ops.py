@@ -17,9 +17,9 @@ from .experts import experts
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import derive, expert_kernels, few_rows, fused, greatest
+    from . import arrivals, derive, expert_kernels, few_rows, fused, greatest
 else:
-    derive = expert_kernels = few_rows = fused = greatest = None
+    arrivals = derive = expert_kernels = few_rows = fused = greatest = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -58,8 +58,8 @@ class TorchOps(Collectives):
 
     def prepare(self, weight: Tensor, spec: Any) -> Tensor | Packed:
         """The weight as its product reads it fastest."""
-        if few_rows and weight.is_cuda:
-            few_rows.counters(weight.device)
+        if arrivals and weight.is_cuda:
+            arrivals.counters(weight.device)
         return pack(weight, spec.product)
 
     def einsum(

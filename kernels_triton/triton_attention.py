@@ -11,6 +11,7 @@ import triton
 
 from . import attention_kernels as kernels
 from . import shared_prefix
+from .arrivals import counters
 from .early import early
 from .fused import PLACES
 
@@ -18,6 +19,8 @@ Tensor = torch.Tensor
 
 MAX_SPLITS = 64
 LEAST_KEYS = 128  # of a split: with fewer, putting the splits together costs more
+WITHIN = True  # splits are put together by decode, and not by a launch of its own
+AT_ONCE = 8192  # numbers of parts that a program has in flight when it puts them together
 CHUNKS = 32  # sequences of several tokens that a step is expected to have
 RESIDENT = 4  # decode programs that a multiprocessor holds at a time
 # without a GPU, in the interpreter: so that splits and their reduction are run there too
@@ -171,11 +174,13 @@ def launch_decode(
         rows = num_seqs * heads * group * num_parts
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
         peaks, sums = torch.empty((2, rows), dtype=torch.float32, device=q.device)
+    within, wide = WITHIN and splits > 1 and shared is None, triton.next_power_of_2(group)
     kernels.decode[(heads, num_seqs, splits)](
         q, k, v, tables, lengths, starts, prefixes, q if sinks is None else sinks, out, parts, peaks, sums,
-        spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
+        counters(q.device) if within else q, spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
         **constants, **again, **early(q.device, heads * num_seqs * splits),
         SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
+        WITHIN=within, GP=wide, C=max(1, min(MAX_SPLITS, AT_ONCE // (wide * constants["VP"]))),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
@@ -184,7 +189,7 @@ def launch_decode(
             q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
             Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), LEAST_KEYS,
         )  # fmt: skip
-    if num_parts > 1:
+    if num_parts > 1 and not within:
         kernels.reduce[(heads * group, num_seqs)](
             parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
             HEADS=heads * group, V=spec.v_dim, VP=constants["VP"],

@@ -95,15 +95,17 @@ def compile(
 
 
 def main() -> None:
+    apart = {"WITHIN": False, "GP": 4, "C": 1}
     for cache, kind in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*fp8e4nv")):
         tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, cache)
-        constants = ATTENTION | {"SCALED": True, "SPLIT": False, "SHARED": False, "LEAST": 128}
+        constants = ATTENTION | {"SCALED": True, "SPLIT": False, "SHARED": False, "LEAST": 128} | apart
         constants |= {"M": tile.rows, "N": tile.keys}
         compile(f"decode-{kind[1:]}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)
     least = {"LEAST": triton_attention.LEAST_KEYS}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
         constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
+        constants |= {"WITHIN": split and not shared, "GP": 4, "C": triton_attention.AT_ONCE // (4 * 128)}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
     rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
     for name, shared in (("reduce", False), ("reduce-shared", True)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.kernels_triton import few_rows
+from octavo.kernels_triton.arrivals import counters
 from octavo.kernels_triton.few_rows import Tiling
 from octavo.kernels_triton.few_rows_table import TABLE
 
@@ -48,7 +49,7 @@ def test_a_product_with_its_neighbours_equals_float64(case: tuple[int, int, int,
         out = few_rows.product(x, w, tile, gate, add)
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=2e-5 * float(want.abs().max()))
         assert add is None or out.data_ptr() == add.data_ptr()
-    assert not few_rows.counters(x.device).any()
+    assert not counters(x.device).any()
 
 
 def test_einsum_knows_which_products_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.engine import shared_prefixes
-from octavo.kernels_triton import fused, greatest
+from octavo.kernels_triton import fused, greatest, triton_attention
+from octavo.kernels_triton.arrivals import counters
 from octavo.kernels_triton.ops import TorchOps
 from octavo.models.interface import Rope, Step
 
@@ -48,6 +49,34 @@ def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str)
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
     # padding is defined, so that no nan spreads from it
     assert not out[len(want) :].any()
+
+
+SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 1, 1), k_dim=64, v_dim=64)
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within", "apart"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(SPLIT, name="split"),
+        replace(SPLIT, name="split-window", window=100, group_size=1),
+        replace(SPLIT, name="split-sinks-80", sinks=True, k_dim=80, v_dim=80, group_size=7, kv_heads=1),
+        replace(SPLIT, name="split-mixed", counts=(1, 1, 3, 0, 1, 1), group_size=4, padding=40),
+        SHARED[0],
+    ],
+    ids=lambda c: c.name,
+)
+def test_splits_are_put_together(case: Ragged, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last to arrive, or apart; of some sequences all, of others one, a few at a time. Twice the same bits."""
+    for name, value in (("WITHIN", within), ("LEAST_KEYS", 32), ("AT_ONCE", 512)):
+        monkeypatch.setattr(triton_attention, name, value)
+    monkeypatch.setattr(triton_attention, "num_processors", lambda device: 32)
+    batch = make_batch(case)
+    out, again = (attend(backend_of("torch", "triton"), batch, "n p k d") for _ in range(2))
+    want = expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    np.testing.assert_array_equal(out, again)
+    assert not out[len(want) :].any() and not counters(torch.device("cpu")).any()
 
 
 def test_a_tile_of_a_shared_prefix_has_as_many_members_as_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
