@@ -115,6 +115,7 @@ class Supervisor:
         command = [sys.executable, __file__, "--part", part.name, "--device", self.device]
         # SIGABRT then says where every thread is, in the other ranks too
         environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": part.gpu} if part.gpu else {}
         with errors.open("w") as file:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
                                        env=environment)  # fmt: skip

@@ -54,6 +54,7 @@ class Part:
     does: str = "equal"
     work: tuple[str, ...] = ()  # workloads, of a timed one
     cache: int = 0  # GiB a device, of a timed one
+    gpu: str = ""  # the only one that it sees
     late: bool = False  # without early launches, which meet NCCL in graphs
 
     @property
@@ -95,10 +96,10 @@ WARM = (
     Part("torch small-moe dp 2 ep warm", "torch", "small-moe", DP | EP | ALL),
 )
 LATER = (
-    Part("torch llama-8b", "torch", "llama-8b", {}, "timed", WORK, 30),
-    Part("torch qwen3-30b-a3b tp 2 ep", "torch", "qwen3-30b-a3b", TP | EP, "timed", WORK[:2], 8),
-    Part("torch qwen3-30b-a3b", "torch", "qwen3-30b-a3b", {}, "timed", WORK[:2], 8),
-    Part("torch llama-8b tp 2 late", "torch", "llama-8b", TP, "timed", WORK[:2], 8, late=True),
+    Part("torch llama-8b", "torch", "llama-8b", {}, "timed", WORK, 30, gpu="1"),
+    Part("torch qwen3-30b-a3b tp 2 ep", "torch", "qwen3-30b-a3b", TP | EP, "timed", WORK[:2], 4),
+    Part("torch qwen3-30b-a3b", "torch", "qwen3-30b-a3b", {}, "timed", WORK[:2], 4, gpu="0"),
+    Part("torch llama-8b tp 2 late", "torch", "llama-8b", TP, "timed", WORK[:2], 4, late=True),
 )
 BOTH = [part for pair in zip(_equal("torch"), _equal("jax"), strict=True) for part in pair]
 # those of a wave start side by side, as many as cores allow; its timed ones measure one by one, when all are through
