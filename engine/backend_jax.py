@@ -8,7 +8,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ from ..models.interface import (
 from ..sharding.rules import ShardingRules
 from .narrow_jax import Narrow
 from .parallel.replicas_jax import AXIS, JaxReplicas
-from .resident_jax import Resident
+from .precompile_jax import precompile
+from .resident_jax import RENEWS, Resident, renewed
 from .saved_jax import LOADED, Held, Jitted, Lowers, saved
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -183,9 +183,10 @@ class JaxBackend:
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         self.cache_dir = cache_dir
-        # arguments whose shapes are always the same; where executables are kept
+        # arguments whose shapes are always the same; programs that make arrays; where executables are kept
         self.declared: set[str] = set()
-        self.zeroing: dict[Any, Any] = {}
+        self.made: dict[Any, Held] = {}
+        self.renew: Held | None = None  # puts an input in the place of another
         self.folder = Path(cache_dir) / "programs" if cache_dir is not None else None
 
     def sharding(self, spec: ArraySpec) -> jax.sharding.Sharding:
@@ -238,16 +239,18 @@ class JaxBackend:
         if self.mesh is not None:
             return self.place_weight(np.resize(x, spec.shape), spec)
         few = self.place(x, dataclasses.replace(spec, shape=x.shape))
-        return self.ops.prepare(_resized(few, spec.shape), spec)
+        return self.ops.prepare(self._making(_resized, spec.shape)(few), spec)
 
     def zeros(self, spec: ArraySpec) -> jax.Array:
         """Zeros made on the device, each shard where it belongs."""
-        kind = spec.shape, spec.dtype or self.dtype, self.sharding(spec)
-        if kind not in self.zeroing:
-            made = functools.partial(_zeros, *kind)
-            program = jax.jit(made)
-            self.zeroing[kind] = self._held(Jitted(program), made, ((),))
-        return self.zeroing[kind]()
+        return self._making(_zeros, spec.shape, spec.dtype or self.dtype, self.sharding(spec))()
+
+    def _making(self, fn: Callable, *given: Any) -> Held:
+        """The program fn(*given, ...), which makes an array."""
+        if (fn, given) not in self.made:
+            whole = functools.partial(fn, *given)
+            self.made[fn, given] = self._held(Jitted(jax.jit(whole)), whole, ((),))
+        return self.made[fn, given]
 
     def compile(self, fn: Callable, args: tuple[str, ...], outs: tuple[str, ...], consumes: str) -> Callable:
         """fn(*args, ops=...) as a compiled program that takes `consumes` for good.
@@ -260,7 +263,8 @@ class JaxBackend:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
             narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options)
             program = self._held(narrow, fn, (args, outs, consumes))
-            return Resident(program, small, self.device if self.is_elsewhere else None)
+            self.renew = self.renew or self._held(Jitted(jax.jit(renewed, **RENEWS)), renewed, ((),))
+            return Resident(program, small, self.renew, self.device if self.is_elsewhere else None)
         fn = functools.partial(fn, ops=self.ops)
         if self.eager:
             return functools.partial(_run_eagerly, fn, at, self.pure)
@@ -297,25 +301,10 @@ class JaxBackend:
     def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
-        Lowered in order, since tracing holds the GIL; compiled in threads, but first and one by one what is tuned, as
-        it is measured. A later call finds the executable. Eagerly there is nothing to compile.
+        A later call finds the executable. Eagerly there is nothing to compile.
         """
-        if self.eager:
-            return
-        ahead, calls = [], list(calls)
-        if self.lean:
-            ahead = [call for call in calls if is_tuned(call[1])]
-            calls = [call for call in calls if not is_tuned(call[1])]
-        for program, args in ahead:
-            prepared(program, args)()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            known: set[Any] = set()
-            waiting = [pool.submit(x.compile) for program, args in ahead for x in renewals(program, args, known)]
-            for program, args in calls:
-                waiting.append(pool.submit(prepared(program, args)))
-                waiting += [pool.submit(lowered.compile) for lowered in renewals(program, args, known)]
-            for one in waiting:
-                one.result()
+        if not self.eager:
+            precompile(calls, is_tuned if self.lean else lambda args: False)
 
     def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""
@@ -413,17 +402,6 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def prepared(program: Any, args: tuple) -> Callable[[], Any]:
-    """Lowers a program for these arguments, if it is not on disk; what compiles or loads it."""
-    inner = program.program if isinstance(program, Resident) else program
-    return program.prepare(*args) if isinstance(inner, Held) else program.lower(*args).compile
-
-
-def renewals(program: Any, args: tuple, known: set[Any]) -> list[Any]:
-    """Lowered programs that a later call with other numbers will run beside this one, of kinds not yet known."""
-    return program.renewals(known, *args) if isinstance(program, Resident) else []
-
-
 def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:
     """fn op by op; what it consumed is deleted, unless it came through unchanged."""
     out = fn(*jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, args))
@@ -434,8 +412,7 @@ def _run_eagerly(fn: Callable, at: int, pure: bool, *args: Any) -> Any:
     return out
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _resized(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     return jnp.resize(x, shape)
 
 

@@ -7,13 +7,15 @@ argument lies elsewhere than at the last call; that costs the host more than eve
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from .saved_jax import Held
+
+RENEWS: dict[str, Any] = {"donate_argnums": 0, "keep_unused": True}  # of jit
 LARGEST = 1 << 22  # bytes of an array that is kept: block tables are, a prompt's embeddings are not
 
 
@@ -21,11 +23,11 @@ class Resident:
     """A jitted program. numpy arrays in the arguments `at` are copied to the device only when they differ.
 
     Each kind of call (structure, shapes) keeps its own copies. The arrays given must not be changed afterwards.
-    `device` is where they are kept; None: where JAX puts what nobody places.
+    `renew` is `renewed` as a program. `device` is where they are kept; None: where JAX puts what nobody places.
     """
 
-    def __init__(self, program: Any, at: tuple[int, ...], device: Any = None) -> None:
-        self.program, self.at = program, at
+    def __init__(self, program: Any, at: tuple[int, ...], renew: Held, device: Any = None) -> None:
+        self.program, self.at, self.renew = program, at, renew
         self.device = device and jax.sharding.SingleDeviceSharding(device)
         self.kept: dict[Any, tuple[np.ndarray, jax.Array]] = {}
 
@@ -44,12 +46,12 @@ class Resident:
         """As the program's own."""
         return self.program.prepare(*args)
 
-    def renewals(self, known: set[Any], *args: Any) -> list[Any]:
-        """Lowered programs that a later call with other numbers will run, but for kinds that are `known`."""
+    def renewals(self, known: set[Any], *args: Any) -> list[Callable[[], None]]:
+        """As `prepare`, of what puts other numbers in the place of these, but for kinds that are `known`."""
         arrays = {(x.shape, x.dtype): x for i in self.at for x in jax.tree.leaves(args[i]) if _is_kept(x)}
         new = [x for kind, x in arrays.items() if kind not in known]
         known.update(arrays)
-        return [_renew.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
+        return [self.renew.prepare(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
 
     def _settle(self, place: Any, x: Any) -> Any:
         if not _is_kept(x):
@@ -58,7 +60,7 @@ class Resident:
         if key not in self.kept:
             self.kept[key] = x, jax.device_put(x, self.device)
         elif not np.array_equal(self.kept[key][0], x):
-            self.kept[key] = x, _renew(self.kept[key][1], x)
+            self.kept[key] = x, self.renew(self.kept[key][1], x)
         return self.kept[key][1]
 
 
@@ -66,8 +68,7 @@ def _is_kept(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.nbytes <= LARGEST
 
 
-# the sum is what XLA makes a copy of: an output that is an input would be handed through, at its own address
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _renew(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` at the address of `old`."""
+def renewed(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` at the address of `old`, compiled with RENEWS."""
+    # the sum is what XLA makes a copy of: an output that is an input would be handed through, at its own address
     return new | False if new.dtype == bool else new + np.zeros((), new.dtype)

@@ -127,12 +127,12 @@ class Saved(Held):
             log.info("code of %s is in octavo's place: what is traced through it is not kept", code)
             return super()._begun(kind, args)
         name = read(key)
-        data = read(self._file(name)) if name else None
-        if data is None:
+        if name is None or not self._file(name).exists():
             return self._lowered(kind, key, args)
 
         def load() -> None:
-            found = loaded(data)
+            data = read(self._file(name))
+            found = loaded(data) if data else None
             if found is None:
                 self._lowered(kind, key, args)()
             else:

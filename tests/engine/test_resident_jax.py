@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 from octavo.engine.backend_jax import compile_counter
-from octavo.engine.resident_jax import LARGEST, Resident
+from octavo.engine.resident_jax import LARGEST, RENEWS, Resident, renewed
+from octavo.engine.saved_jax import Held, Jitted
 
 
 def add(a, inputs):
     return a + inputs["x"] * inputs["y"].sum()
+
+
+def resident():
+    return Resident(jax.jit(add), (1,), Held(Jitted(jax.jit(renewed, **RENEWS)), ()))
 
 
 def inputs(x, y=(1, 2)):
@@ -19,14 +24,14 @@ def inputs(x, y=(1, 2)):
 
 
 def test_results_follow_the_numbers():
-    program = Resident(jax.jit(add), (1,))
+    program = resident()
     for x, y in (([1, 2], (1, 2)), ([1, 2], (1, 2)), ([5, 6], (1, 2)), ([5, 6], (0, 1)), ([1, 2], (1, 2)), ([7], (3,))):
         want = add(10, inputs(x, y))
         assert (np.asarray(program(np.int32(10), inputs(x, y))) == want).all()
 
 
 def test_what_is_equal_is_not_copied_and_what_changes_stays_where_it_was():
-    program = Resident(jax.jit(add), (1,))
+    program = resident()
     # the first array of all is numpy's own memory on a CPU
     for x in ([1, 2], [3, 4]):
         program(np.int32(0), inputs(x))
@@ -44,11 +49,11 @@ def test_nothing_compiles_after_the_programs_it_names(dtype):
     def call(value):
         return np.int32(1), {"x": np.full(3, value, dtype), "y": np.full(2, value, dtype)}
 
-    program = Resident(jax.jit(add), (1,))
+    program = resident()
     program.lower(*call(0)).compile()
     known: set = set()
-    for lowered in program.renewals(known, *call(0)):
-        lowered.compile()
+    for compile in program.renewals(known, *call(0)):
+        compile()
     assert program.renewals(known, *call(0)) == []
     before = compile_counter().compiles
     assert (np.asarray(program(*call(0))) == 1).all()
@@ -57,7 +62,7 @@ def test_nothing_compiles_after_the_programs_it_names(dtype):
 
 
 def test_what_is_large_goes_through():
-    program = Resident(jax.jit(add), (1,))
+    program = resident()
     large = {"x": np.ones(LARGEST // 4 + 1, np.float32), "y": np.ones(2, np.float32)}
     assert (np.asarray(program(np.float32(1), large)) == 3).all()
     assert [kept.shape for kept, _ in program.kept.values()] == [(2,)]

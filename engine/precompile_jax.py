@@ -1,0 +1,49 @@
+"""Compiles programs before they are called. Tracing and lowering hold the GIL: one thread does them, others compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from .resident_jax import Resident
+from .saved_jax import Held
+
+Call = tuple[Any, tuple]  # a program, and its arguments
+
+
+def precompile(calls: Iterable[Call], is_tuned: Callable[[tuple], bool]) -> None:
+    """Compiles or loads each program for its arguments, without running it.
+
+    What is tuned comes first and is compiled one by one: it is measured, and nothing else is compiled meanwhile. But
+    the others are lowered meanwhile, which takes one core.
+    """
+    calls = list(calls)
+    known: set[Any] = set()
+    with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(os.cpu_count()) as pool:
+        tuned = [alone.submit(prepared(*call)) for call in calls if is_tuned(call[1])]
+        waiting: list[Future] = []
+        for program, args in calls:
+            jobs = renewals(program, args, known)
+            if not is_tuned(args):
+                jobs.append(prepared(program, args))
+            waiting += [pool.submit(_behind, tuned, job) for job in jobs]
+        for one in (*tuned, *waiting):
+            one.result()
+
+
+def prepared(program: Any, args: tuple) -> Callable[[], Any]:
+    """Lowers a program for these arguments, if it is not on disk; what compiles or loads it."""
+    inner = program.program if isinstance(program, Resident) else program
+    return program.prepare(*args) if isinstance(inner, Held) else program.lower(*args).compile
+
+
+def renewals(program: Any, args: tuple, known: set[Any]) -> list[Callable[[], Any]]:
+    """The same of what a later call with other numbers will run beside this program, of kinds not yet known."""
+    return program.renewals(known, *args) if isinstance(program, Resident) else []
+
+
+def _behind(first: Sequence[Future], job: Callable[[], Any]) -> None:
+    wait(first)
+    job()
