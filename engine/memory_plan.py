@@ -179,7 +179,12 @@ class Planner:
         if override is not None:
             return list(override) if isinstance(override, tuple) else [override] * len(need)
         room = max(0, self.cache_limit(length) - sum(self.block_bytes))
-        return [1 + room * n // self.bytes_of(need) for n in need]
+        counts = [1 + room * n // self.bytes_of(need) for n in need]
+        c = self.config
+        if c.backend == "jax" and c.device != "cpu" and c.kv_cache_memory_bytes is None:
+            # compiled programs go by the shapes of the pools, and a GPU has not the same free at every start
+            return [n - n % _step(n) for n in counts]
+        return counts
 
     def fits(self, length: int) -> bool:
         return all(have > need for have, need in zip(self.pools(length), self.blocks(length), strict=True))
@@ -192,6 +197,11 @@ class Planner:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
         return low
+
+
+def _step(n: int) -> int:
+    """The largest power of two of which there are at least 256 in n; 1 if there are fewer."""
+    return max(1, 1 << (n >> 8).bit_length() >> 1)
 
 
 def memory_plan(

@@ -144,6 +144,24 @@ def test_weights_cache_and_activations_stay_under_the_fraction():
     assert _plan(available=1, kv_cache_memory_bytes=140 * BLOCK).num_blocks == (140,)
 
 
+@pytest.mark.skipif("jax" not in BACKENDS, reason="of JAX")
+def test_a_little_less_free_memory_gives_the_same_pools_on_a_gpu():
+    """JAX's programs are compiled for their shapes, and kept for the next start."""
+    arguments = {"backend": "jax", "max_num_seqs": 64, "max_num_batched_tokens": 64, "dtype": "float32"}
+    arguments["gpu_memory_utilization"] = 1.0
+    config = engine_config("m", **arguments).for_model(FULL, "cuda", "float32")
+    others = (plan := memory_plan(config, FULL, available=10**9)).total_bytes - plan.cache_bytes
+
+    def pool(blocks: int, **more) -> int:
+        given = dataclasses.replace(config, **more)
+        return memory_plan(given, FULL, available=others + blocks * BLOCK).num_blocks[0]
+
+    assert [pool(n) for n in (200, 511, 512, 1200, 4099)] == [200, 511, 512, 1200, 4096]
+    assert pool(4096 + 15) == pool(4096)
+    # asked for exactly
+    assert pool(4096, kv_cache_memory_bytes=4099 * BLOCK) == 4099
+
+
 def test_shards_are_smaller():
     whole = _plan(num_gpu_blocks_override=129)
     divisors = {"kv_heads": 2, "mlp": 2, "vocab": 2}
