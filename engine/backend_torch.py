@@ -168,7 +168,7 @@ class TorchBackend:
         self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
-        self.capture = None if self.eager else GraphPool(self.device)
+        self.capture = None if self.eager else GraphPool(self.device, self.ops.asker)
         self.programs: list[Program] = []
         # processes of one host share its cores
         ranks = 1 if mesh is None else math.prod(mesh.shape.values())

@@ -12,12 +12,16 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from .collector import Paused
+
+if TYPE_CHECKING:
+    from ..kernels_triton.weights_ahead import WeightsAhead
 
 log = logging.getLogger("octavo")
 
@@ -255,10 +259,10 @@ class Program:
 
 
 class GraphPool:
-    """Records CUDA graphs that share their memory."""
+    """Records CUDA graphs that share their memory. `asker` asks for weights in them, in the order of the run before."""
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, asker: WeightsAhead | None):
+        self.stream, self.asker = torch.cuda.Stream(device), asker
         self.pool = torch.cuda.graph_pool_handle()
 
     def renew(self) -> None:
@@ -272,7 +276,8 @@ class GraphPool:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                results = run()
+                with self.asker.learning() if self.asker else nullcontext():
+                    results = run()
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         # the first call of a process is told too that the watch itself is a prototype
@@ -286,7 +291,8 @@ class GraphPool:
         with torch.cuda.stream(self.stream), Paused():
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                results = run()
+                with self.asker.recording() if self.asker else nullcontext():
+                    results = run()
             finally:
                 graph.capture_end()
         now.wait_stream(self.stream)

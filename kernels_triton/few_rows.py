@@ -9,7 +9,6 @@ import torch
 import triton
 
 from . import few_rows_kernels as kernels
-from . import fused
 from .arrivals import counters
 from .early import early
 from .few_rows_table import TABLE
@@ -51,12 +50,10 @@ def tiling_of(num_rows: int, depth: int, width: int, gate: bool, device: torch.d
     return None if found is None else Tiling(*found)
 
 
-def einsum(
-    spec: str, x: Tensor, w: Tensor, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
-) -> Tensor | None:
-    """The product `spec` with its neighbours, `add` consumed; None: it is not for these kernels.
+def einsum(spec: str, x: Tensor, w: Tensor, gate: bool, add: Tensor | None) -> Tensor | None:
+    """The product `spec` with what stands behind it, `add` consumed; None: it is not for these kernels.
 
-    The norm is a launch of its own: within the product, what turns x into its norm held the weight's loads up.
+    A norm in front is a launch of its own: within the product, what turns x into its norm held the weight's loads up.
     """
     shared, first = contraction(spec)
     if not first:
@@ -66,7 +63,6 @@ def einsum(
     tile = serves(plain_x, plain_w, gate)
     if tile is None:
         return None
-    plain_x = fused.rms_norm(plain_x, *norm) if norm else plain_x
     y = product(plain_x, plain_w, tile, gate, None if add is None else add.view(len(plain_x), -1))
     return y.view(*free, *(tail[1:] if gate else tail))
 
