@@ -2,8 +2,8 @@
 
 Compiling is most of a cold start, and a launch that finds no kernel waits for its own alone. Programs that run inside
 `rehearsal` launch nothing that is missing, but say what they would launch; threads compile it, holding Python's lock
-for a twentieth of the time (the rest is LLVM and ptxas). A kernel that is forgotten here is compiled when it is
-launched, as ever.
+for a twentieth of the time (the rest is LLVM, ptxas and a C compiler). A kernel that is forgotten here is compiled when
+it is launched, as ever.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 log = logging.getLogger("octavo")
 
 EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
+KNOWING = threading.Lock()
 
 
 class Zeros(TorchFunctionMode):
@@ -33,10 +37,28 @@ class Zeros(TorchFunctionMode):
         return out.zero_() if func in EMPTY else out
 
 
+def know_triton() -> None:
+    """Has Triton find out what it asks of itself for every kernel: the hash of its 400 MB, its driver, ptxas.
+
+    It remembers, but does not lock: threads that ask at once would each hash all of it.
+    """
+    with KNOWING:
+        triton_key()
+        make_backend(driver.active.get_current_target()).hash()
+
+
+def compiled(fn: Any, specialization: str) -> Any:
+    """The kernel, and on disk what launches it: in Triton 3.6 a C module for each signature, compiled as well."""
+    kernel = fn.preload(specialization)
+    # one of its own: a launch of another thread finds a kernel either without one or with all that belongs to it
+    driver.active.launcher_cls(kernel.src, kernel.metadata)  # pyright: ignore[reportAttributeAccessIssue]
+    return kernel
+
+
 @contextmanager
 def rehearsal(device: torch.device) -> Iterator[None]:
-    """What this thread runs inside launches no kernel that is missing. All of those are there at the end."""
-    me, compiled = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
+    """What this thread runs inside launches no kernel that is missing. All of those are there and loaded at the end."""
+    me, asked = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
     # a thread begins with the first GPU, whichever its maker uses; "cuda" alone is that one
     used = (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
@@ -44,10 +66,11 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         """Triton asks before it compiles; True: it neither compiles nor launches."""
         if threading.get_ident() != me:
             return False
-        if (fn.name, key) not in compiled:
-            compiled[fn.name, key] = pool.submit(fn.jit_function.preload, compile["specialization_data"])
+        if (fn.name, key) not in asked:
+            asked[fn.name, key] = pool.submit(compiled, fn.jit_function, compile["specialization_data"])
         return True
 
+    know_triton()
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
     initializer = torch.cuda.set_device if used else None
     with ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
@@ -55,9 +78,13 @@ def rehearsal(device: torch.device) -> Iterator[None]:
             with Zeros():
                 yield
         finally:
-            for future in compiled.values():
+            for future in asked.values():
                 if error := future.exception():
                     # whoever launches it gets the error; perhaps nobody does
                     log.info("a kernel could not be compiled ahead: %s", error)
             knobs.runtime.jit_cache_hook = before
-    log.info("compiled %d kernels ahead", len(compiled))
+    for future in asked.values():
+        if not future.exception():
+            # asking for what launches it loads it, which a recording forbids unless it is relaxed
+            _ = future.result().run
+    log.info("compiled %d kernels ahead", len(asked))
