@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -167,7 +170,19 @@ def resolve_backend(name: str) -> str:
 
 def find_platform(backend: str, device: str) -> str:
     """Where a backend will run when asked for `device`: "cpu" or "cuda". Starts its library."""
+    if backend == "torch" and device != "cpu" and "torch" not in sys.modules:
+        threading.Thread(target=wake_gpu, daemon=True).start()
     return _module(backend).find_platform(device)
+
+
+def wake_gpu() -> None:
+    """Has NVIDIA's driver begin, where there is one: beside the import of torch, which would wait for it afterwards."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    # what it finds wrong torch finds too, and says
+    driver.cuInit(0)
 
 
 def device_memory(backend: str, platform: str) -> int | None:

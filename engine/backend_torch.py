@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +172,11 @@ class TorchBackend:
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device, self.ops.asker)
         self.programs: list[Program] = []
+        if self.capture is not None and find_spec("triton"):
+            from ..kernels_triton.ahead import know_triton
+
+            # beside what comes before a warm-up: hashing needs no lock of Python's
+            threading.Thread(target=know_triton, daemon=True).start()
         # processes of one host share its cores
         ranks = 1 if mesh is None else math.prod(mesh.shape.values())
         self.threads = threads or default_threads(ranks)
@@ -244,7 +251,7 @@ class TorchBackend:
 
         Arguments must be padding: what is no kernel of ours is computed.
         """
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not find_spec("triton"):
             return
         from ..kernels_triton.ahead import rehearsal
 

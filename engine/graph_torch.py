@@ -1,9 +1,10 @@
 """Programs as CUDA graphs: inputs at fixed places, filled by one copy; recorded once a shape, then replayed.
 
 The first call of a shape runs op by op, for real, and is recorded after that: a recording runs nothing, so state is
-never advanced twice. A graph is bound to the addresses of the state and of the weights that it was recorded with; with
-others (after Runner.reset, after a sleep) it is recorded anew. What a replay returns is copied out of the graph's own
-memory, which the next replay of any graph may overwrite: the graphs share one pool.
+never advanced twice. A warm-up wants no results: there only the first call of a kind is run. A graph is bound to the
+addresses of the state and of the weights that it was recorded with; with others (after Runner.reset, after a sleep) it
+is recorded anew. What a replay returns is copied out of the graph's own memory, which the next replay of any graph may
+overwrite: the graphs share one pool.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ log = logging.getLogger("octavo")
 
 Tensor = torch.Tensor
 ALIGNMENT = 64  # bytes, of an input in the buffer of all
+EACH_IS_RUN = False  # whether a warm-up runs every program once before it records it, and not one of a kind
 STAGES = 4  # host buffers of a shape: the host may be so many launches ahead of the device
 
 
@@ -42,6 +44,15 @@ def describe(tree: Any, arrays: list[Any]) -> Any:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree), tuple(describe(x, arrays) for x in vars(tree).values())
     return tree
+
+
+def kind_of(description: Any) -> Any:
+    """What `describe` says but for sizes: of numbers their sign, of a shape its dims."""
+    if isinstance(description, tuple):
+        return tuple(map(kind_of, description))
+    if isinstance(description, int) and not isinstance(description, bool):
+        return (description > 0) - (description < 0)
+    return description
 
 
 def rebuild(tree: Any, arrays: Any) -> Any:
@@ -174,17 +185,21 @@ class Program:
         self.trees: dict[Any, tuple[Inputs, list[Any]]] = {}  # by all that makes a graph another one
         self.graphs: dict[Any, Graph] = {}
         self.waits: set[Any] = set()  # what cannot be recorded
+        self.free: set[Any] = set()  # kinds of what can be
         self.num_captures = 0
 
     @torch.inference_mode()
     def __call__(self, *xs: Any) -> Any:
         """Replays the graph of these shapes, or runs op by op and records it."""
-        return self._call(xs, self.consume(xs[self.at]))
+        return self._call(xs, self.consume(xs[self.at]), True)
 
     @torch.inference_mode()
     def prepare(self, *xs: Any) -> None:
-        """Runs on arguments that change nothing that matters (padding), to have the graph. Consumes nothing."""
-        self._call(xs, detached(xs[self.at]))
+        """Records the graph of arguments that change nothing that matters (padding). Consumes nothing.
+
+        Runs them first if nothing of their kind has been run: whether the host waits is not a matter of sizes.
+        """
+        self._call(xs, detached(xs[self.at]), False)
 
     @torch.inference_mode()
     def rehearse(self, *xs: Any) -> None:
@@ -207,7 +222,8 @@ class Program:
         """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
         return max((getattr(x, "num_tokens", 0) for x in xs), default=0) <= self.most_tokens
 
-    def _call(self, xs: tuple[Any, ...], state: Any) -> Any:
+    def _call(self, xs: tuple[Any, ...], state: Any, wanted: bool) -> Any:
+        """The results; None if they are not `wanted` and there was no need to run."""
         own = [i for i in range(len(xs)) if i not in (self.at, self.weights)]
         arrays: list[Any] = []
         key = describe([xs[i] for i in own], arrays)
@@ -229,11 +245,14 @@ class Program:
         addresses = tuple(x.data_ptr() for x in arrays_of(state))
         graph = self.graphs.get(key)
         if graph is None or graph.addresses != addresses or graph.weights is not weights:
-            results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
-            if not free:
-                log.info("a program waits for the device, so it always runs op by op: %s", key)
-                self.waits.add(key)
-                return results
+            results = None
+            if wanted or EACH_IS_RUN or kind_of(key) not in self.free:
+                results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
+                if not free:
+                    log.info("a program waits for the device, so it always runs op by op: %s", key)
+                    self.waits.add(key)
+                    return results
+                self.free.add(kind_of(key))
             # a value of its own, which nobody consumes
             args[self.at] = same = detached(state)
             replay, left = self.capture(lambda: self._settled(self.fn(*args), same))
@@ -289,7 +308,8 @@ class GraphPool:
         self.stream.wait_stream(now)
         # a collector that finds the graphs of an engine that is gone would destroy them, which voids a recording
         with torch.cuda.stream(self.stream), Paused():
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            # relaxed: what runs for the first time may load its kernels
+            graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
             try:
                 with self.asker.recording() if self.asker else nullcontext():
                     results = run()

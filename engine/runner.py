@@ -164,6 +164,7 @@ class Runner:
         self.masks = masks  # whether warm_up expects grammar masks
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         windows = [group.window for group in model.groups]
+        self.is_rehearsed = False
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
         self.specs = self.own(cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len))
         self.source: WeightsSource | None = None  # of its weights; who builds it says so
@@ -434,7 +435,10 @@ class Runner:
         rows of the last layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
-        self.backend.rehearse(rehearsal(self))
+        if not self.is_rehearsed:
+            # after a sleep all kernels are there
+            self.backend.rehearse(rehearsal(self))
+            self.is_rehearsed = True
         self.backend.precompile(self.every_call())
         run_joined(self)
         return self.backend.num_compiles() - before

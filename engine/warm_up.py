@@ -32,8 +32,14 @@ def every_program(runner: Runner) -> Iterator[Call]:
 
 
 def rehearsal(runner: Runner) -> Iterator[Call]:
-    """The same with a model of one layer of each kind: all kernels, and few launches."""
+    """The same with a model of one layer of each kind: all kernels of ours, and few launches.
+
+    The heads that few ask for, and what is read of a step, come in one size: no kernel of theirs depends on it.
+    """
     thin, layers = copy.copy(runner), _one_of_each_kind(runner.model)
+    thin.shapes = replace(runner.shapes, seldom=runner.shapes.sampled[:1])
+    thin.read_head = copy.copy(runner.read_head)
+    thin.read_head.shapes = replace(runner.shapes, tokens=runner.shapes.tokens[:1])
     specs = runner.model.weights["layers"]
     home = {n: (g, i) for g, group in enumerate(runner.model.groups) for i, n in enumerate(group.layers)}
     groups = [tuple(n for n in group.layers if n in layers) for group in runner.model.groups]

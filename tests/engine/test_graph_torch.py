@@ -114,6 +114,35 @@ def test_what_waits_for_the_device_is_not_recorded() -> None:
     assert backend.num_compiles() == 0
 
 
+def test_a_warm_up_runs_one_size_of_a_kind_and_records_all() -> None:
+    backend = TorchBackend()
+    backend.capture = recorder = Recorder()
+    ran: list[tuple[int, int]] = []
+
+    def program(cache: Any, x: Any, inputs: Any, *, ops: Any) -> Any:
+        ran.append((len(x), inputs["num"]))
+        return cache + x.sum()
+
+    run = backend.compile(program, ("cache", "x", "inputs"), ("cache",), "cache")
+    cache = backend.zeros(spec(3))
+    calls = [(run, (cache, np.zeros(n, np.float32), {"num": num})) for n, num in ((2, 8), (3, 8), (4, 9), (2, -1))]
+    backend.precompile(calls)
+    assert ran == [(2, 8), (2, 8), (3, 8), (4, 9), (2, -1), (2, -1)]
+    assert backend.num_compiles() == 4 and recorder.replays == 0
+    assert run(cache, np.ones(3, np.float32), {"num": 8}).tolist() == [3, 3, 3]
+    assert backend.num_compiles() == 4 and recorder.replays == 1
+
+
+def test_of_a_kind_that_waits_no_size_is_recorded() -> None:
+    backend = TorchBackend()
+    backend.capture = Recorder(waits=True)
+    run = backend.compile(lambda cache, x, *, ops: cache + x.sum(), ("cache", "x"), ("cache",), "cache")
+    cache = backend.zeros(spec(3))
+    backend.precompile([(run, (cache, np.zeros(n, np.float32))) for n in (2, 3)])
+    assert backend.num_compiles() == 0
+    assert run(cache, np.ones(2, np.float32)).tolist() == [2, 2, 2]
+
+
 def test_inputs_lie_end_to_end_and_keep_their_values() -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 9, (3, 5)).astype(np.int32), rng.random(2, np.float32), np.array([True])]
