@@ -115,11 +115,11 @@ class CompileCounter:
         jax.monitoring.register_event_listener(self._on_event)
 
     def _on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        self.compiles += event == "/jax/core/compile/backend_compile_duration"
+        self.compiles += event in (LOADED, "/jax/core/compile/backend_compile_duration")
+        self.cache_hits += event == LOADED
 
     def _on_event(self, event: str, **kwargs: Any) -> None:
-        self.compiles += event == LOADED
-        self.cache_hits += event in (LOADED, "/jax/compilation_cache/cache_hits")
+        self.cache_hits += event == "/jax/compilation_cache/cache_hits"
 
 
 @functools.cache

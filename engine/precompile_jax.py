@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from .collector import Paused
 from .resident_jax import Resident
 from .saved_jax import Held
 
@@ -21,7 +22,8 @@ def precompile(calls: Iterable[Call], is_tuned: Callable[[tuple], bool]) -> None
     """
     calls = list(calls)
     known: set[Any] = set()
-    with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(os.cpu_count()) as pool:
+    # an eighth of tracing was the collector's, who finds nothing
+    with Paused(), ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(os.cpu_count()) as pool:
         tuned = [alone.submit(prepared(*call)) for call in calls if is_tuned(call[1])]
         waiting: list[Future] = []
         for program, args in calls:

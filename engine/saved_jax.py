@@ -31,7 +31,7 @@ from .fingerprint import UnknownCode, loaded_code, of_program
 
 log = logging.getLogger("octavo")
 
-LOADED = "/octavo/saved/loaded"  # what JAX's listeners are told
+LOADED = "/octavo/saved/loaded"  # what JAX's listeners are told, and the seconds it took
 MOST_BYTES = 8 << 30  # of all files together; what was not used for longest goes first
 YOUNG = 60  # seconds for which a file stays, as somebody may be writing it
 CANNOT_LOAD = (
@@ -220,11 +220,12 @@ def compiled_anew(lowered: Any, notes: Any) -> tuple[Any, bytes | None]:
 
 def loaded(data: bytes) -> tuple[Any, Any] | None:
     """A program and its notes; None, with a warning, if it cannot be loaded."""
+    began = time.perf_counter()
     try:
         *program, notes = pickle.loads(data)
         here = jax.local_devices()[:1]
         compiled = serialize_executable.deserialize_and_load(*program, execution_devices=here)
-        jax.monitoring.record_event(LOADED)
+        jax.monitoring.record_event_duration_secs(LOADED, time.perf_counter() - began)
         return compiled, notes
     except CANNOT_LOAD as error:
         log.warning("a program on disk cannot be loaded and is made anew: %s", error)
