@@ -202,4 +202,6 @@ def _module(name: str) -> Any:
     if name == "torch":
         # libgomp reads it as it is loaded. By its own 300,000, threads that wait keep cores from those that have work
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+        # so does torch before its first large array: weights and caches then lie in pages of 2 MB
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return importlib.import_module(f".backend_{name}", __package__)
