@@ -16,6 +16,7 @@ import numpy as np
 
 from octavo.engine.backend import get_backend
 from octavo.engine.batch import Shapes
+from octavo.engine.loading.cache_dir import cache_dir
 from octavo.engine.loading.weights import dummy_weights
 from octavo.engine.plan import Admission, Chunk, Plan, TableWrite
 from octavo.engine.runner import Runner
@@ -30,7 +31,10 @@ LAYOUTS = {"token": TokenMajor, "head": HeadMajor}
 
 def make_runner(args) -> Runner:
     """A runner with room for the most rows at the longest context."""
-    backend = get_backend(args.backend, {"dtype": args.dtype, "attention": args.attention})
+    options = {"dtype": args.dtype, "attention": args.attention}
+    if args.backend == "torch" and not args.no_native:
+        options["compiled"] = str(cache_dir() / "compiled")
+    backend = get_backend(args.backend, options)
     layout, rows = LAYOUTS[args.layout](args.block_size), max(args.rows)
     length = max([n + args.repeat + 3 for n in args.context] + [n + 1 for n in args.prefill])
     blocks = -(-length // args.block_size)
@@ -96,6 +100,7 @@ def main() -> None:
     p.add_argument("--context", type=int, nargs="*", default=[100], help="tokens in the cache of each row")
     p.add_argument("--prefill", type=int, nargs="*", default=[], help="tokens of one prompt")
     p.add_argument("--scatter", action="store_true", help="a row's blocks lie in random order")
+    p.add_argument("--no-native", action="store_true", help="torch's own ops alone")
     p.add_argument("--repeat", type=int, default=20)
     p.add_argument("--json", action="store_true")
     args = p.parse_args()

@@ -134,7 +134,7 @@ WORKING = (
         "enforce_eager",
         "bool",
         False,
-        "compile and capture nothing, run op by op; on jax on one device; on torch on a CPU it is always so",
+        "compile and capture nothing, run op by op; on jax on one device; on torch also without its kernels for CPUs",
         checks.flag,
     ),
     Argument(

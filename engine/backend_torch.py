@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from ..kernels_triton.native import load
 from ..kernels_triton.ops import TorchOps
 from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
@@ -139,6 +140,8 @@ class StaticInputs:
 class TorchBackend:
     """torch on one device. `dtype` is that of weights and cache whose spec leaves it open.
 
+    `compiled` is the folder of kernels that a CPU's own C compiler makes; None, or `eager`: none are used.
+
     `mesh` is this process's place among others, and `rules` say how they share arrays: this one then holds its own
     shard of each, evenly cut.
     """
@@ -159,6 +162,7 @@ class TorchBackend:
         mesh: TorchMesh | None = None,
         experts_in_turn: bool = False,
         least_tokens: int = 1,
+        compiled: str | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -166,7 +170,9 @@ class TorchBackend:
             raise ValueError(f"threads {threads} is not positive")
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.rules, self.mesh = rules or ShardingRules({}), mesh
-        self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn, least_tokens)
+        on_cpu = self.device.type == "cpu" and not eager
+        native = load(getattr(torch, dtype), Path(compiled)) if compiled and on_cpu else None
+        self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn, least_tokens, native)
         self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS

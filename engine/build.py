@@ -213,16 +213,16 @@ def backend_options(config: EngineConfig, world: World | None, replica: int = 0)
     """What the backend of a replica is made with, but for the dtype. Starts JAX where several devices are asked for."""
     options: dict[str, Any] = {"attention": config.attention, "pure": config.mode == "pure"}
     options |= {"experts_in_turn": config.deals_experts, "least_tokens": config.sp_min_token_num}
+    folder = config.compile_cache_dir or str(cache_dir() / "compiled")
     if config.backend == "torch":
         device = find_platform("torch", config.device)
-        options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager}
+        options |= {"threads": config.threads, "device": device, "eager": config.enforce_eager, "compiled": folder}
         if world is None:
             return options
         from .parallel.world_torch import make_mesh
 
         return options | {"rules": config.rules, "mesh": make_mesh(config.mesh_shape, world, device)}
-    folder = config.compile_cache_dir or cache_dir() / "compiled"
-    options |= {"cache_dir": str(folder), "eager": config.enforce_eager}
+    options |= {"cache_dir": folder, "eager": config.enforce_eager}
     if config.num_shards == 1:
         return options
     from ..sharding.mesh_jax import ensure_devices, make_mesh

@@ -312,7 +312,7 @@ def _check_backend(c: EngineConfig) -> None:
         if c.num_shards > 1 and c.mode == "pure":
             raise NotImplementedError("mode='pure' with several processes: use one device, or backend='jax'")
         if c.compile_cache_dir is not None:
-            raise NotImplementedError("compile_cache_dir is not supported on torch, which compiles nothing")
+            raise NotImplementedError("compile_cache_dir is not supported on torch: set OCTAVO_CACHE instead")
     if c.backend == "jax" and c.threads is not None:
         raise NotImplementedError(f"threads={c.threads} is not supported on jax: limit the process (taskset) instead")
 

@@ -9,12 +9,14 @@ Letters beyond models/interface.py: W sequences of a unit, Q queries of a tile, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+from .native import MOST_QUERIES
 
 Tensor = torch.Tensor
 Pools = tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]  # keys and values, each with their scales
@@ -59,18 +61,23 @@ class Plan:
     whole: bool  # one unit, whose queries are the step's tokens in order
 
 
-def plan(step: Any, spec: Any, block_size: int) -> Plan:
-    """Cuts a step into units, on the host."""
+def plan_long(step: Any, spec: Any, block_size: int) -> Plan:
+    """As plan, of the sequences alone that the compiled kernel leaves out."""
+    return plan(step, spec, block_size, least=MOST_QUERIES + 1)
+
+
+def plan(step: Any, spec: Any, block_size: int, least: int = 1) -> Plan:
+    """Cuts a step into units, on the host; sequences of fewer than `least` queries are in none."""
     starts, lengths = step.query_starts_S1.numpy(), step.lengths_S.numpy()
     tables, counts = step.block_tables_SB.numpy(), np.diff(starts)
     seen = np.maximum(lengths - counts - (spec.window or 1 << 30) + 1, 0)  # the first key that the first query sees
     first, last = seen // block_size, -(-lengths // block_size)
-    singles = [int(s) for s in np.argsort(last - first, kind="stable") if counts[s] == 1]
+    singles = [int(s) for s in np.argsort(last - first, kind="stable") if counts[s] == 1 >= least]
     widths = (last - first) * block_size * spec.num_kv_heads * spec.k_dim
     units = [
         decode_unit(rows, starts, lengths, seen, first, last, tables, block_size) for rows in batches(singles, widths)
     ]
-    for s in np.nonzero(counts > 1)[0]:
+    for s in np.nonzero(counts >= max(least, 2))[0]:
         blocks_1B = tables[s : s + 1, first[s] : last[s]]
         span = (int(starts[s]), int(starts[s + 1]), int(lengths[s] - counts[s]), int(first[s]) * block_size)
         units.append(Unit(blocks_1B, tiles=tuple(query_tiles(*span, spec.window))))
@@ -149,13 +156,26 @@ def attend(
         return decode(q_TKGD, pools, order, spec, sinks_KG, plan.units[0])
     out_TKGD = q_TKGD.new_empty((*q_TKGD.shape[:3], spec.v_dim))
     out_TKGD[plan.num_real :] = 0
-    for unit in plan.units:
+    attend_units(out_TKGD, q_TKGD, pools, order, spec, sinks_KG, plan.units)
+    return out_TKGD
+
+
+def attend_units(
+    out_TKGD: Tensor,
+    q_TKGD: Tensor,
+    pools: Pools,
+    order: str,
+    spec: Any,
+    sinks_KG: Tensor | None,
+    units: Iterable[Unit],
+) -> None:
+    """Attention of these units, written into out."""
+    for unit in units:
         if unit.tokens_W is None:
             chunk(out_TKGD, q_TKGD, pools, order, spec, sinks_KG, unit)
         else:
             q_WKGD = q_TKGD.index_select(0, unit.tokens_W)
             out_TKGD.index_copy_(0, unit.tokens_W, decode(q_WKGD, pools, order, spec, sinks_KG, unit))
-    return out_TKGD
 
 
 def decode(q_WKGD: Tensor, pools: Pools, order: str, spec: Any, sinks_KG: Tensor | None, unit: Unit) -> Tensor:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import noise, xp
+from . import cpu_attention, noise, xp
 from .attention import IMPLEMENTATIONS, Implementation, choose
+from .blocked import Blocked
 from .collectives import HIDDEN, WHOLE, Collectives
 from .experts import experts
+from .native import Native
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
@@ -28,20 +30,21 @@ BLOCK = 256  # of argmax
 class TorchOps(Collectives):
     """The ops of models/, in torch. `attention` names an implementation, or "auto".
 
-    `mesh` is this process's place among others (sharding/mesh_torch.py); `rules` map logical axes to its axes.
+    `mesh` is this process's place among others (sharding/mesh_torch.py); `rules` map logical axes to its axes. `native`
+    has kernels compiled for this CPU.
     """
 
     xp = xp
 
     def __init__(
         self, pure: bool = False, attention: str = "auto", rules: Mapping[str, Any] | None = None, mesh: Any = None,
-        experts_in_turn: bool = False, least_tokens: int = 1,
+        experts_in_turn: bool = False, least_tokens: int = 1, native: Native | None = None,
     ):  # fmt: skip
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention {attention!r} is none of auto, {', '.join(IMPLEMENTATIONS)}")
         super().__init__(rules, mesh, least_tokens)
         self.pure, self.wanted = pure, attention
-        self.experts_in_turn = experts_in_turn
+        self.experts_in_turn, self.native = experts_in_turn, native
         self.chosen: dict[Any, Implementation] = {}
         self.known: dict[Any, tuple[Any, Implementation]] = {}
         self.steps: Sequence[Any] = ()
@@ -61,6 +64,8 @@ class TorchOps(Collectives):
         """The weight as its product reads it fastest."""
         if arrivals and weight.is_cuda:
             arrivals.counters(weight.device)
+        if self.native and spec.product and Blocked.serves(weight, spec.product, self.native):
+            return Blocked(weight, spec.product, self.native)
         return pack(weight, spec.product)
 
     def einsum(
@@ -75,8 +80,11 @@ class TorchOps(Collectives):
         """
         if norm and self.shards("tokens"):
             x, norm = self.constrain(self.rms_norm(x, *norm), HIDDEN, WHOLE), None
-        x = self.rms_norm(x, *norm) if norm else x
         apart = self.shards(reduce, *out[:1])
+        if isinstance(w, Blocked) and not apart and (w.gates or not gate):
+            w.check(spec)
+            return w.times(x, norm, gate, add)
+        x = self.rms_norm(x, *norm) if norm else x
         if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart):
             y = few_rows.einsum(spec, x, w, gate, add)
             if y is not None:
@@ -115,6 +123,8 @@ class TorchOps(Collectives):
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
         if fused and x.is_cuda:
             return fused.rms_norm(x, scale, eps, self._ask())
+        if self.native and self.native.norms(x, scale):
+            return self.native.rms_norm(x, scale, eps)
         return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -134,6 +144,8 @@ class TorchOps(Collectives):
         """silu(gate) * up, fp32 inside."""
         if fused and x_TXF.is_cuda:
             return fused.gated_mlp_act(x_TXF, self._ask())
+        if self.native and x_TXF.dtype is self.native.dtype:
+            return self.native.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
 
     def route(
@@ -223,6 +235,9 @@ class TorchOps(Collectives):
         if norm is not None:
             q_TKGD, k_TKD = self.qk_norm(q_TKGD, new["k"], *norm)
             new = new | {"k": k_TKD}
+        if self.native and self.native.writes(q_TKGD, new, pools, order, rope):
+            pools = {name: x.clone() for name, x in pools.items()} if self.pure else pools
+            return self.native.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step), pools
         if rope is not None:
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
@@ -259,17 +274,32 @@ class TorchOps(Collectives):
 
         `scales` are those of a quantised k and v, in `order` without d.
         """
-        implementation, plan = self._implementation(q_TKGD, spec, k.dtype, scales is not None), None
+        implementation = self._implementation(q_TKGD, spec, k.dtype, scales is not None)
+        more = () if scales is None else (scales,)
+        block_size, native = k.shape[order.split().index("p")], self.native
+        if (
+            native
+            and implementation is IMPLEMENTATIONS["cpu"]
+            and native.attends(q_TKGD, k, v, order, spec, plain=sinks is None and scales is None)
+        ):
+            out_TKGD = native.attend(q_TKGD, k, v, order, step, spec)
+            if not step.decode:
+                plan = self._plan(cpu_attention.plan_long, step, spec, block_size)
+                cpu_attention.attend_units(out_TKGD, q_TKGD, ((k, None), (v, None)), order, spec, None, plan.units)
+            return out_TKGD
+        plan = self._plan(implementation.plan, step, spec, block_size)
+        return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan, *more)
+
+    def _plan(self, make: Callable, step: Any, spec: Any, block_size: int) -> Any:
+        """make(step, spec, block_size), once for all layers of a step that for_step was told."""
         group = next((g for g, s in enumerate(self.steps) if s.block_tables_SB is step.block_tables_SB), None)
-        key = (group, spec.window, implementation.plan)
-        if group is not None:
-            plan = self.plans.get(key)
+        key = (group, spec.window, make)
+        plan = None if group is None else self.plans.get(key)
         if plan is None:
-            plan = implementation.plan(step, spec, k.shape[order.split().index("p")])
+            plan = make(step, spec, block_size)
         if group is not None:
             self.plans[key] = plan
-        more = () if scales is None else (scales,)
-        return implementation.attend(q_TKGD, k, v, order, step, spec, sinks, plan, *more)
+        return plan
 
     def any_width(self, spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.dtype, scaled: bool) -> bool:
         """Whether attention of that spec costs the same with a wider block table."""

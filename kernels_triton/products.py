@@ -16,19 +16,30 @@ ROWS = 32
 class Packed:
     """A weight blocked by oneDNN, once, for one product. Against plain torch on the CPU: half the time or less.
 
-    `shape` is the weight's own; `matrix` is [N, depth]; `tail` is what the product appends to x's free axes.
+    `shape` is the weight's own; `matrix` is what `pack` makes of it; `tail` is what the product appends to x's free
+    axes.
     """
 
     def __init__(self, weight: Tensor, product: str):
-        shared, first = contraction(product)
-        self.shape, self.product = weight.shape, product
-        self.depth = (weight.shape[:shared] if first else weight.shape[weight.ndim - shared :]).numel()
-        self.tail = weight.shape[shared:] if first else weight.shape[: weight.ndim - shared]
-        self.first, self.shared = first, shared
-        plain = weight.reshape(self.depth, -1).t() if first else weight.reshape(-1, self.depth)
-        self.matrix = torch.ops.mkldnn._reorder_linear_weight(plain, ROWS)
+        plain, self.tail = plain_matrix(weight, product)
+        self.shape, self.product, self.depth = weight.shape, product, len(plain)
+        self.shared, self.first = contraction(product)
+        self.matrix = self.pack(plain)
+
+    def pack(self, plain: Tensor) -> Tensor:
+        """The matrix [depth, N] as it is kept."""
         # looked up here and not at import: not every build of torch has oneDNN
         self.linear = torch.ops.mkldnn._linear_pointwise.default
+        return torch.ops.mkldnn._reorder_linear_weight(plain.t(), ROWS)
+
+    def unpack(self) -> Tensor:
+        """The matrix [depth, N] as it was."""
+        return self.matrix.to_dense().t()
+
+    def check(self, spec: str) -> None:
+        """Refuses another product than its own."""
+        if self.product != spec:
+            raise ValueError(f"this weight was prepared for {self.product!r}, not for {spec!r}")
 
     def times(self, x: Tensor) -> Tensor:
         """x's last axes contracted with the weight."""
@@ -38,8 +49,8 @@ class Packed:
 
     def dense(self) -> Tensor:
         """The weight as it was."""
-        plain = self.matrix.to_dense()
-        return (plain.t() if self.first else plain).reshape(self.shape)
+        plain = self.unpack()
+        return (plain if self.first else plain.t()).reshape(self.shape)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -64,6 +75,15 @@ def pack(weight: Tensor, product: str | None) -> Tensor | Packed:
     return Packed(weight, product)
 
 
+def plain_matrix(weight: Tensor, product: str) -> tuple[Tensor, torch.Size]:
+    """A view of the weight as [depth, N], and the axes that N stands for."""
+    shared, first = contraction(product)
+    if first:
+        return weight.reshape(weight.shape[:shared].numel(), -1), weight.shape[shared:]
+    free = weight.ndim - shared
+    return weight.reshape(-1, weight.shape[free:].numel()).t(), weight.shape[:free]
+
+
 @cache
 def packs(dtype: torch.dtype) -> bool:
     """Whether this CPU has oneDNN products in that dtype."""
@@ -75,8 +95,7 @@ def packs(dtype: torch.dtype) -> bool:
 def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
     """A matrix product on 2-D views: the letters that end x are contracted with those that begin or end w."""
     if isinstance(w, Packed):
-        if w.product != spec:
-            raise ValueError(f"this weight was prepared for {w.product!r}, not for {spec!r}")
+        w.check(spec)
         return w.times(x)
     shared, first = contraction(spec)
     free = x.shape[: x.ndim - shared]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -239,3 +240,22 @@ def test_threads_that_wait_soon_sleep(told: str | None) -> None:
     if "GOMP_SPINCOUNT" not in said:
         pytest.skip("this torch has another OpenMP than libgomp")
     assert f"GOMP_SPINCOUNT = '{told or 5000}'" in said
+
+
+def test_kernels_for_a_cpu_are_compiled_into_a_folder_that_is_named(tmp_path: Path) -> None:
+    native = TorchBackend(compiled=str(tmp_path)).ops.native
+    assert native is not None and native.dtype == torch.float32
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    assert TorchBackend().ops.native is None
+    assert TorchBackend(compiled=str(tmp_path), eager=True).ops.native is None
+
+
+@pytest.mark.parametrize("told", [None, "0"])
+def test_large_arrays_lie_in_huge_pages(told: str | None) -> None:
+    """Unless the user says otherwise. torch reads it when it first allocates one."""
+    env = {name: x for name, x in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    env |= {"THP_MEM_ALLOC_ENABLE": told} if told else {}
+    script = "import os; from octavo.engine.backend import get_backend; get_backend('torch'); print(os.environ[NAME])"
+    script = script.replace("NAME", "'THP_MEM_ALLOC_ENABLE'")
+    said = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    assert said.split() == [told or "1"]
