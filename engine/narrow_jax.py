@@ -7,9 +7,12 @@ that it does not change, or that its kernels change in place (decision 022).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import jax
+
+from .direct_jax import direct
 
 Same = tuple[bool, ...]  # of the leaves of what is consumed: whether they come back as they went in
 
@@ -58,14 +61,21 @@ class Narrow:
             return self.lower(*args)
 
     def notes(self, *args: Any) -> Same:
-        """What a program lowered for these arguments does not change: `run` must know."""
+        """What a program lowered for these arguments does not change: `bound` must know."""
         return self._same_of(self._kind(args))
 
-    def run(self, compiled: Any, notes: Same, args: tuple) -> Any:
+    def bound(self, compiled: Any, notes: Same) -> Callable[[tuple], Any]:
         """What calling this returns, by a program that was compiled from what `lower` gave."""
-        leaves, tree = jax.tree.flatten(args[self.at])
-        changing, others = self._split(notes, leaves, args)
-        return self._whole(compiled(changing, *others), notes, others[self.at], tree)
+        run, at, flatten = direct(compiled), self.at, jax.tree.flatten
+        changes = [not stays for stays in notes]
+
+        def call(args: tuple) -> Any:
+            leaves, tree = flatten(args[at])
+            staying = list(compress(leaves, notes))
+            others = [*flatten(args[:at])[0], *staying, *flatten(args[at + 1 :])[0]]
+            return self._whole(run([*compress(leaves, changes), *others]), notes, staying, tree)
+
+        return call
 
     def _kind(self, args: tuple) -> Any:
         return tuple(jax.tree.structure(args[i]) for i in self.kinds)

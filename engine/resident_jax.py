@@ -20,7 +20,7 @@ LARGEST = 1 << 22  # bytes of an array that is kept: block tables are, a prompt'
 
 
 class Resident:
-    """A jitted program. numpy arrays in the arguments `at` are copied to the device only when they differ.
+    """A program. numpy arrays in the arguments `at` are copied to the device, up to LARGEST only when they differ.
 
     Each kind of call (structure, shapes) keeps its own copies. The arrays given must not be changed afterwards.
     `renew` is `renewed` as a program. `device` is where they are kept; None: where JAX puts what nobody places.
@@ -54,8 +54,10 @@ class Resident:
         return [self.renew.prepare(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
 
     def _settle(self, place: Any, x: Any) -> Any:
-        if not _is_kept(x):
+        if not isinstance(x, np.ndarray):
             return x
+        if not _is_kept(x):
+            return jax.device_put(x, self.device)
         key = (*place, x.shape)
         if key not in self.kept:
             self.kept[key] = x, jax.device_put(x, self.device)

@@ -47,10 +47,12 @@ class Lowers(Protocol):
     def lower(self, *args: Any) -> Any: ...
 
     def notes(self, *args: Any) -> Any:
-        """What `run` must know beside the executable that was lowered for these arguments; picklable."""
+        """What `bound` must know beside the executable that was lowered for these arguments; picklable."""
         ...
 
-    def run(self, compiled: Any, notes: Any, args: tuple) -> Any: ...
+    def bound(self, compiled: Any, notes: Any) -> Callable[[tuple], Any]:
+        """What runs that executable on arguments of its kind."""
+        ...
 
 
 class Jitted:
@@ -65,8 +67,8 @@ class Jitted:
     def notes(self, *args: Any) -> None:
         """Nothing."""
 
-    def run(self, compiled: Any, notes: Any, args: tuple) -> Any:
-        return compiled(*args)
+    def bound(self, compiled: Any, notes: Any) -> Callable[[tuple], Any]:
+        return lambda args: compiled(*args)
 
 
 class Held:
@@ -79,13 +81,15 @@ class Held:
 
     def __init__(self, program: Lowers, steady: tuple[int, ...]) -> None:
         self.program, self.steady = program, frozenset(steady)
-        self.ready: dict[Any, tuple[Any, Any]] = {}  # by kind: what was compiled, and notes
+        self.ready: dict[Any, Callable[[tuple], Any]] = {}  # by kind
 
     def __call__(self, *args: Any) -> Any:
         kind = self._kind(args)
-        if kind not in self.ready:
+        run = self.ready.get(kind)
+        if run is None:
             self.prepare(*args)()
-        return self.program.run(*self.ready[kind], args)
+            run = self.ready[kind]
+        return run(args)
 
     def lower(self, *args: Any) -> Any:
         """As of the program."""
@@ -100,9 +104,12 @@ class Held:
         lowered, notes = self.program.lower(*args), self.program.notes(*args)
 
         def compile() -> None:
-            self.ready[kind] = lowered.compile(), notes
+            self._keep(kind, lowered.compile(), notes)
 
         return compile
+
+    def _keep(self, kind: Any, compiled: Any, notes: Any) -> None:
+        self.ready[kind] = self.program.bound(compiled, notes)
 
     def _kind(self, args: tuple) -> Any:
         return tuple(_shapes(x) for i, x in enumerate(args) if i not in self.steady)
@@ -136,7 +143,7 @@ class Saved(Held):
             if found is None:
                 self._lowered(kind, key, args)()
             else:
-                self.ready[kind] = found
+                self._keep(kind, *found)
 
         return load
 
@@ -156,7 +163,7 @@ class Saved(Held):
                     write(self._file(name), data)
             if data:
                 write(key, name)
-            self.ready[kind] = found
+            self._keep(kind, *found)
 
         return compile
 

@@ -36,8 +36,8 @@ def test_results_are_right_and_what_stays_is_the_same_array():
     program, state = made(), state_of(1, 2, 3)
     old = dict(state)
     for i, more in enumerate((False, False, True, False)):
-        inputs = {"x": np.float32(i)} | ({"more": np.float32(10)} if more else {})
-        doubled, state = program(np.float32(5), state, inputs)
+        inputs = {"x": jnp.float32(i)} | ({"more": jnp.float32(10)} if more else {})
+        doubled, state = program(jnp.float32(5), state, inputs)
         assert (np.asarray(doubled) == 2 * np.asarray(state["sum"])).all()
     assert np.asarray(state["sum"]).tolist() == [2 + 5 * (0 + 1 + 2 + 3)] * 3
     assert np.asarray(state["late"]).tolist() == [13] * 3
@@ -51,15 +51,15 @@ def test_what_is_alone_comes_back_alone():
     def alone(w: Any, state: dict[str, Any], inputs: Any) -> Any:
         return step(w, state, inputs)[1]
 
-    out = made(back=None, fn=alone)(np.float32(1), state_of(1, 2, 3), {"x": np.float32(4)})
+    out = made(back=None, fn=alone)(jnp.float32(1), state_of(1, 2, 3), {"x": jnp.float32(4)})
     assert {name: float(x[0]) for name, x in out.items()} == {"kept": 1, "sum": 6, "late": 3}
 
 
 def test_a_lowered_program_is_the_one_that_runs():
-    program, inputs = made(), {"x": np.float32(1)}
-    compiled = program.lower(np.float32(5), state_of(1, 2, 3), inputs).compile()
+    program, inputs = made(), {"x": jnp.float32(1)}
+    compiled = program.lower(jnp.float32(5), state_of(1, 2, 3), inputs).compile()
     # only the sum goes through
     assert compiled.memory_analysis().alias_size_in_bytes == 12
     before = compile_counter().compiles
-    program(np.float32(5), state_of(1, 2, 3), inputs)
+    program(jnp.float32(5), state_of(1, 2, 3), inputs)
     assert compile_counter().compiles == before

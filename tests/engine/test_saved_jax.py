@@ -197,7 +197,7 @@ def test_a_narrow_program_with_resident_inputs(tmp_path: Path) -> None:
         state = {"count": jnp.zeros(4), "kept": jnp.arange(4.0)}
         for i in range(3):
             before = state
-            out, state = program(np.float32(5), state, {"x": np.full(4, i + 1, np.float32)})
+            out, state = program(jnp.float32(5), state, {"x": np.full(4, i + 1, np.float32)})
             np.testing.assert_array_equal(out, np.full(4, i + 6.0))
             assert before["count"].is_deleted() and state["kept"] is before["kept"]
         np.testing.assert_array_equal(state["count"], np.full(4, 6.0))
