@@ -76,6 +76,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
+        # each of its tokens is held against these
+        self.stops = self.eos_ids.union(self.params.stop_token_ids)
+        self.may_go_round = self.params.repetition_detection is not None
 
     @property
     def output(self) -> list[int]:

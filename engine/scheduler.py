@@ -132,12 +132,13 @@ class Scheduler:
                 continue
             r = alive[chunk.request_id]
             r.in_flight -= 1
-            r.tokens.append(token)
+            tokens = r.tokens
+            tokens.append(token)
             touched.append(r)
-            known = len(r.tokens)
-            if known >= r.limit or token in r.eos_ids or token in r.params.stop_token_ids:
+            known = len(tokens)
+            if known >= r.limit or token in r.stops:
                 self._stop(r, token)
-            elif r.params.repetition_detection and goes_round(r):
+            elif r.may_go_round and goes_round(r):
                 self.finish(r, Reason.REPETITION, STOP_REASON)
             elif known >= (full := (r.registered + 1) * size) and r.computed >= full:
                 blocks.register(r)
@@ -367,15 +368,17 @@ class Scheduler:
     def _commit(self, planned: dict[Request, int], draft: Draft) -> None:
         """Counts what is planned as computed. The hottest loop of a step: it calls nothing that it need not."""
         chunks, blocks, size, cuts = draft.chunks, self.blocks, self.blocks.block_size, self.blocks.cuts
+        # what a NamedTuple's constructor comes down to
+        step, new_chunk = self.step, tuple.__new__
         for r, n in planned.items():
-            start, known = r.computed, len(r.tokens)
+            start, known, row = r.computed, len(r.tokens), r.row
             r.computed = end = start + n
-            r.last_step = self.step
+            r.last_step = step
             samples = end == known + r.in_flight and r.samples
             if cuts is not None and cuts.left(end, len(r.prompt)) < cuts.slots(end, len(r.prompt)):
                 draft.cuts = True
-            assert r.row is not None
-            chunks.append(Chunk(r.id, r.row, start, n, samples))
+            assert row is not None
+            chunks.append(new_chunk(Chunk, (r.id, row, start, n, samples)))
             if samples:
                 r.in_flight += 1
                 if r.variant > draft.variant:
