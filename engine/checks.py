@@ -33,6 +33,9 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str], hints: Ma
 
 def integer(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> int:
     """A whole number between low and high."""
+    if type(value) is int and low <= value <= high:
+        # nearly always: an abstract class takes its time to know its instances
+        return value
     if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         bounds = f"from {low} to {high}" if high < math.inf else f"of at least {low}" if low > -math.inf else "at all"
         raise ValueError(f"{name} {value!r} is not a whole number {bounds}")
@@ -41,6 +44,8 @@ def integer(name: str, value: Any, low: float = -math.inf, high: float = math.in
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> float:
     """A number between low and high; open ends are not included. NaN never is."""
+    if type(value) in (int, float) and low < value < high:
+        return float(value)
     fits = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
     if not fits or (open_low and value == low) or (open_high and value == high):
         bounds = f"{'more than' if open_low else 'at least'} {low} and {'less than' if open_high else 'at most'} {high}"

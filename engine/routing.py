@@ -54,6 +54,8 @@ class LeastLoaded:
         self.schedulers = schedulers
 
     def choose(self, family: Sequence[Request]) -> int:
+        if len(self.schedulers) == 1:
+            return 0
         return least_loaded(
             [Load(len(s.alive), len(s.waiting), len(s.running), s.blocks.usage()) for s in self.schedulers]
         )
