@@ -11,6 +11,7 @@ programs, compiled lazily; where `result`, which waits for the device, is not sm
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -140,12 +141,16 @@ def measure(llm: LLM, requests: int) -> dict[str, int]:
     for owner, name, fn in before:
         setattr(owner, name, timed(found, name, fn))
     llm.runner.forward_and_head = timed(found, "the call", own)
+    collections: list[float] = []
+    gc.callbacks.append(lambda phase, info: collections.append(time.perf_counter() * (1 if phase == "stop" else -1)))
     generate(LONG)
+    gc.callbacks.pop()
     llm.runner.forward_and_head = own
     for owner, name, fn in before:
         setattr(owner, name, fn)
     step = (longer - shorter) / (LONG - SHORT)
-    return {"step": round(step * 1e6)} | {name: round(statistics.median(x) * 1e6) for name, x in found.items()}
+    whole = {"step": round(step * 1e6), "of it garbage": round(sum(collections) / LONG * 1e6)}
+    return whole | {name: round(statistics.median(x) * 1e6) for name, x in found.items()}
 
 
 def main() -> None:

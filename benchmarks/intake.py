@@ -9,6 +9,7 @@ the second run of each workload, compiled lazily. Milliseconds; the best of `--r
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ class Watch:
     """Times of an engine's launches and readings."""
 
     def __init__(self, llm: LLM, clock: Any):
-        self.clock, self.launches, self.reads = clock, [], []
+        self.clock, self.launches, self.reads, self.collections = clock, [], [], []
         launch, result = llm.runner.launch, runner.Pending.result
 
         def launched(*args: Any) -> Any:
@@ -42,6 +43,10 @@ class Watch:
             self.reads.append((began, clock()))
             return found
 
+        def collected(phase: str, info: dict[str, int]) -> None:
+            self.collections.append(clock() * (1 if phase == "stop" else -1))
+
+        gc.callbacks.append(collected)
         llm.runner.launch, runner.Pending.result = launched, read  # type: ignore[method-assign]
 
     def run(self, llm: LLM, name: str) -> dict[str, float]:
@@ -50,6 +55,7 @@ class Watch:
         llm.reset_prefix_cache()
         self.launches.clear()
         self.reads.clear()
+        self.collections.clear()
         began = self.clock()
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
         llm.generate([p for p, _ in requests], params, use_tqdm=False)
@@ -61,6 +67,7 @@ class Watch:
             "the other launches": sum(end - start for start, end in self.launches[1:]),
             "waiting": sum(end - start for start, end in self.reads),
             "after the last read": ended - self.reads[-1][1],
+            "collecting garbage": sum(self.collections),
         }
         return {"steps": len(self.launches)} | {what: round(1e3 * s, 1) for what, s in found.items()}
 
