@@ -87,8 +87,9 @@ def timed(found: dict[str, list[float]], name: str, fn: Callable[..., Any]) -> C
 def engine(layers: int) -> LLM:
     backend_jax.JaxBackend = NoDevice  # type: ignore[misc]
     model = llama.LlamaConfig(
-        vocab_size=1000, embed_dim=8, mlp_dim=8, num_layers=layers, num_heads=1, num_kv_heads=1, head_dim=8,
-        max_model_len=4352,
+        vocab_size=1000, embed_dim=8, mlp_dim=8, num_layers=layers, num_heads=1, num_kv_heads=1,
+        # one that the GPU's kernels take
+        head_dim=8 if jax.default_backend() == "cpu" else 128, max_model_len=4352,
     )  # fmt: skip
     return LLM(
         qwen3.spec(model), load_format="dummy", skip_tokenizer_init=True, backend="jax", max_model_len=4352,
