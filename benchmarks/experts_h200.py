@@ -1,71 +1,60 @@
 """Mixtures of experts alone, on one H200: right against float64, and how fast beside what memory and products allow.
 
-    python benchmarks/experts_h200.py [--sweep]
+    python benchmarks/experts_h200.py [--sweep] [--tokens 64 ...]
 
 The shape is Qwen3-30B-A3B's. Bounds: bytes of the experts that somebody chose at 4.3 TB/s, operations at 790 TFLOP/s.
+With --sweep: every cut of experts_cuts.py, beside what the engine takes, and then both products' best together. Figures
+go to $OUT/experts_h200.json, or beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from experts_cuts import CUTS
+from triton.runtime.errors import OutOfResources
 
+from octavo.kernels_triton import expert_blocks, expert_router
 from octavo.kernels_triton import expert_kernels as kernels
+from octavo.kernels_triton.ahead import rehearsal
+from octavo.kernels_triton.ops import TorchOps
+from octavo.models import moe
+from octavo.models.interface import Routing
 
 X, C, E, F = 128, 8, 2048, 768
-TOKENS = (1, 8, 64, 256, 1024, 8192)
+TOKENS = (1, 8, 64, 256, 830, 8192)
 COPIES = 6  # of the weights: what a processor's cache holds must not be read again
 BANDWIDTH, OPERATIONS = 4.3e12, 790e12
-Sizes = kernels.Sizes
-# tokens to try with: rows of a block, and (columns, depth, warps, stages) of the first and of the second product
-SWEEP = {
-    (1,): (
-        16,
-        [(32, 128, 4, 4), (32, 128, 2, 4), (32, 64, 4, 6), (32, 256, 4, 2), (32, 64, 2, 6)],
-        [(64, 128, 4, 4), (64, 64, 4, 6), (64, 128, 2, 4), (64, 256, 4, 2)],
-    ),
-    (64, 256): (
-        16,
-        [
-            (64, 64, 4, 4),
-            (128, 32, 4, 4),
-            (128, 32, 4, 5),
-            (128, 64, 4, 3),
-            (128, 64, 8, 3),
-            (64, 64, 2, 4),
-            (128, 32, 8, 5),
-        ],
-        [(128, 64, 4, 4), (128, 64, 4, 3), (256, 32, 4, 4), (128, 32, 4, 5), (256, 64, 8, 3)],
-    ),
-    (1024,): (64, [(64, 64, 4, 4), (128, 64, 8, 3)], [(128, 64, 4, 4), (256, 64, 8, 3)]),
-    (8192,): (
-        128,
-        [(128, 64, 8, 3), (64, 64, 8, 4), (128, 64, 8, 4)],
-        [(128, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 3)],
-    ),
-}
+NEAR = 2e-2  # of the largest number: how far bfloat16 of two cuts may lie apart
+FEW = (1, 2, 8, 16)  # tokens, of the router
+PAIRS = (64, 512, 2048, 6640, 65536)  # of the sorting
+DEVICE = torch.device("cuda", 0)
 
 
 def make(num_tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
     torch.manual_seed(num_tokens)
-    x = torch.randn((num_tokens, E), device="cuda").to(dtype)
-    weights, ids = torch.rand((num_tokens, X), device="cuda").topk(C)
+    x = torch.randn((num_tokens, E), device=DEVICE).to(dtype)
+    weights, ids = torch.rand((num_tokens, X), device=DEVICE).topk(C)
     return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
 
 
-def make_weights(dtype: torch.dtype) -> list[tuple[Any, Any]]:
-    up = torch.randn((X, E, 2, F), device="cuda", dtype=dtype) * E**-0.5
-    down = torch.randn((X, F, E), device="cuda", dtype=dtype) * F**-0.5
-    return [(up.clone(), down.clone()) for _ in range(COPIES)]
+def make_weights(dtype: torch.dtype, copies: int = COPIES) -> list[tuple[Any, Any]]:
+    up = torch.randn((X, E, 2, F), device=DEVICE, dtype=dtype) * E**-0.5
+    down = torch.randn((X, F, E), device=DEVICE, dtype=dtype) * F**-0.5
+    return [(up.clone(), down.clone()) for _ in range(copies)]
 
 
 def exact(x: Any, weights: Any, ids: Any, up: Any, down: Any) -> Any:
     """A few rows in float64."""
-    out = torch.zeros((len(x), E), dtype=torch.float64, device="cuda")
+    out = torch.zeros((len(x), E), dtype=torch.float64, device=DEVICE)
     for t in range(len(x)):
         for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
             both = torch.einsum("e,exf->xf", x[t].double(), up[expert].double())
@@ -73,41 +62,53 @@ def exact(x: Any, weights: Any, ids: Any, up: Any, down: Any) -> Any:
     return out
 
 
-def microseconds(run: Any, times: int = 5) -> float:
-    """Of one call, from a CUDA graph that holds one for each copy of the weights."""
+def microseconds(run: Callable[[], None], calls: int = COPIES, times: int = 5) -> float:
+    """Of one call, from a CUDA graph of `run`, which makes so many: the least of some replays."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(times):
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    events[0].record()
+    for event in events[1:]:
         graph.replay()
-    end.record()
+        event.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1000 / times / COPIES
+    return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1000 / calls
 
 
-def measure(num_tokens: int, layers: list[tuple[Any, Any]], sizes: Any = None) -> dict[str, Any]:
-    x, weights, ids = make(num_tokens, layers[0][0].dtype)
+class Layer:
+    """The experts of a layer on so many tokens, with each copy of the weights."""
 
-    def run() -> None:
-        for up, down in layers:
-            kernels.experts(x, weights, ids, up, down, x, x.dtype, sizes)
+    def __init__(self, num_tokens: int, layers: list[tuple[Any, Any]]):
+        self.layers, self.num_tokens = layers, num_tokens
+        self.x, self.weights, self.ids = make(num_tokens, layers[0][0].dtype)
 
-    us, used = microseconds(run), len(ids.unique())
-    size, work = used * 3 * E * F * 2, 2 * ids.numel() * 3 * E * F
-    return {
-        "us": round(us, 1), "GB/s": round(size / us / 1e3), "TFLOP/s": round(work / us / 1e6, 1),
-        "bound_us": round(max(size / BANDWIDTH, work / OPERATIONS) * 1e6, 1), "experts": used,
-    }  # fmt: skip
+    def one(self, sizes: Any, copy: int = 0) -> torch.Tensor:
+        x = self.x
+        return kernels.experts(x, self.weights, self.ids, *self.layers[copy], x, x.dtype, sizes)
+
+    def us(self, sizes: Any = None) -> float:
+        def run() -> None:
+            for i in range(COPIES):
+                self.one(sizes, i)
+
+        return microseconds(run)
+
+    def figures(self, us: float) -> dict[str, Any]:
+        used = len(self.ids.unique())
+        size, work = used * 3 * E * F * 2, 2 * self.ids.numel() * 3 * E * F
+        return {
+            "us": round(us, 1), "GB/s": round(size / us / 1e3), "TFLOP/s": round(work / us / 1e6, 1),
+            "bound_us": round(max(size / BANDWIDTH, work / OPERATIONS) * 1e6, 1), "experts": used,
+        }  # fmt: skip
 
 
 def check(dtype: torch.dtype) -> dict[int, float]:
     """The greatest error beside the largest number, by tokens; with padding, and an expert that most of them chose."""
-    up, down = make_weights(dtype)[0]
+    ((up, down),) = make_weights(dtype, 1)
     found = {}
     for num_tokens in (1, 7, 64, 300, 3000):
         x, weights, ids = make(num_tokens, dtype)
@@ -121,41 +122,135 @@ def check(dtype: torch.dtype) -> dict[int, float]:
     return found
 
 
-def compile_one(cut: tuple[Any, Any]) -> None:
-    """Leaves the kernels of a cut in Triton's cache."""
-    x, weights, ids = make(1, torch.bfloat16)
-    up, down = (torch.empty(s, device="cuda", dtype=x.dtype) for s in ((X, E, 2, F), (X, F, E)))
-    kernels.experts(x, weights, ids, up, down, x, x.dtype, cut)
+def cuts_of(num_tokens: int) -> tuple[Any, dict[str, Any]]:
+    """(what the engine takes, {product: other cuts, each beside the engine's or the first of its rows})."""
+    usual = kernels.product_sizes(num_tokens * C, X, 2)
+    pairs: dict[str, list[Any]] = {"up": [], "down": []}
+    for rows, ups, downs in CUTS[num_tokens]:
+        up, down = (kernels.Sizes(rows, *cut) for cut in (ups[0], downs[0]))
+        if usual[0].rows == rows:
+            up, down = usual
+        pairs["up"] += [(kernels.Sizes(rows, *cut), down) for cut in ups]
+        pairs["down"] += [(up, kernels.Sizes(rows, *cut)) for cut in downs]
+    return usual, pairs
 
 
-def sweep(layers: list[tuple[Any, Any]]) -> None:
-    """Prints microseconds by how one of the two products is cut while the other is as it is, and the best of each."""
-    tries = {}
-    for tokens, (rows, ups, downs) in SWEEP.items():
-        up, down = Sizes(rows, *ups[0]), Sizes(rows, *downs[0])
-        tries[tokens] = [(Sizes(rows, *cut), down) for cut in ups], [(up, Sizes(rows, *cut)) for cut in downs]
-    with multiprocessing.get_context("spawn").Pool(12) as pool:
-        pool.map(compile_one, [cut for both in tries.values() for cuts in both for cut in cuts], chunksize=1)
-    for tokens, both in tries.items():
-        best = []
-        for i, cuts in enumerate(both):
-            times = {cut: sum(measure(n, layers, cut)["us"] for n in tokens) for cut in cuts}
-            print("sweep", tokens, ("up", "down")[i], {tuple(c[i]): round(t, 1) for c, t in times.items()}, flush=True)
-            best.append(tuple(min(times, key=lambda cut: times[cut])[i]))
-        print("best", tokens[0], json.dumps(best), flush=True)
+def sweep(layer: Layer) -> dict[str, Any]:
+    """Microseconds of each cut, of those that are right; and of the best two of a size together."""
+    (usual, pairs), times = cuts_of(layer.num_tokens), {}
+    want = layer.one(usual)
+    times[usual] = layer.us(usual)
+    # the copy engine's last: should one of them end the process, the others are known
+    for sizes in sorted(pairs["up"] + pairs["down"], key=lambda both: "described" in (both[0].way, both[1].way)):
+        try:
+            got = layer.one(sizes)
+        except OutOfResources as error:
+            print("refused", sizes, error, flush=True)
+            continue
+        wrong = ((got - want).abs().max() / want.abs().max()).item()
+        if not wrong < NEAR:
+            print("WRONG", wrong, sizes, flush=True)
+            continue
+        times[sizes] = layer.us(sizes)
+    best = []
+    for rows in {both[0].rows for both in times}:
+        each = [min((b for b in times if b[0].rows == rows and b in [*pairs[k], usual]), key=times.__getitem__)[i]
+                for i, k in enumerate(pairs)]  # fmt: skip
+        best.append(tuple(each))
+        times[best[-1]] = layer.us(best[-1])
+    top = min(best, key=times.__getitem__)
+    found: dict[str, Any] = {
+        "usual": [list(map(list, usual)), round(times[usual], 1)],
+        "best": [list(map(list, top)), round(times[top], 1)],
+    }
+    for i, product in enumerate(pairs):
+        known = sorted((b for b in pairs[product] if b in times), key=times.__getitem__)
+        found[product] = {json.dumps(b[i]): round(times[b], 1) for b in known}
+    return found
+
+
+def route_few(num_tokens: int, at_once: bool) -> Callable[[], None]:
+    """20 times norm, logits and choice, in one launch or apart."""
+    x, ops, routing = make(num_tokens, torch.bfloat16)[0], TorchOps(), Routing(C, normalise=True)
+    norm, real = (torch.ones(E, device=DEVICE, dtype=x.dtype), 1e-6), torch.ones(num_tokens, device=DEVICE).bool()
+    routers = [torch.randn((X, E), device=DEVICE).to(x.dtype) for _ in range(20)]
+
+    def run() -> None:
+        for router in routers:
+            if at_once:
+                expert_router.choose(x, norm, router, routing, None, real)
+            else:
+                moe.choose(x, norm, router, routing, None, real, ops)
+
+    return run
+
+
+def sort(num_pairs: int, counted: bool) -> Callable[[], None]:
+    """20 sorts, by counting chunks or by comparing."""
+    ids = make(num_pairs // C, torch.bfloat16)[2]
+
+    def run() -> None:
+        before = expert_blocks.MOST_PAIRS
+        expert_blocks.MOST_PAIRS = 0 if counted else 1 << 30
+        for _ in range(20):
+            expert_blocks.sort_pairs(ids, X, 16)
+        expert_blocks.MOST_PAIRS = before
+
+    return run
+
+
+def small() -> dict[str, Any]:
+    """{what: {size: runs}} of what stands around the products."""
+    return {
+        "router at once": {n: route_few(n, True) for n in FEW},
+        "router apart": {n: route_few(n, False) for n in FEW},
+        "sort by counting": {n: sort(n, True) for n in PAIRS},
+        # comparing all with all ends somewhere
+        "sort by comparing": {n: sort(n, False) for n in PAIRS if n < 10000},
+    }
+
+
+def compile_all(layers: list[tuple[Any, Any]], tokens: list[int], swept: bool) -> None:
+    """Every kernel of what follows, side by side."""
+    with rehearsal(DEVICE):
+        for runs in small().values():
+            for run in runs.values():
+                run()
+        for num_tokens in tokens:
+            layer = Layer(num_tokens, layers)
+            usual, pairs = cuts_of(num_tokens)
+            for sizes in [usual, *(pairs["up"] + pairs["down"] if swept else [])]:
+                layer.one(sizes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, choices=TOKENS)
     args = parser.parse_args()
-    for dtype in (torch.bfloat16, torch.float32):
-        print("error", dtype, json.dumps(check(dtype)), flush=True)
+    out, start = Path(os.environ.get("OUT", Path(__file__).parent)) / "experts_h200.json", time.monotonic()
+    found: dict[str, Any] = {}
+
+    def keep(name: str, value: Any) -> None:
+        found[name] = value
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{time.monotonic() - start:5.1f} s", name, json.dumps(value), flush=True)
+
     layers = make_weights(torch.bfloat16)
-    for num_tokens in TOKENS:
-        print(num_tokens, json.dumps(measure(num_tokens, layers)), flush=True)
-    if args.sweep:
-        sweep(layers)
+    compile_all(layers, args.tokens, args.sweep)
+    keep("compiled", round(time.monotonic() - start, 1))
+    for dtype in (torch.bfloat16, torch.float32):
+        keep(f"error {dtype}", check(dtype))
+    for name, runs in small().items():
+        keep(name, {n: round(microseconds(run, 20), 2) for n, run in runs.items()})
+    made = {n: Layer(n, layers) for n in args.tokens}
+    for num_tokens, layer in made.items():
+        keep(f"{num_tokens} tokens", layer.figures(layer.us()))
+    for num_tokens, layer in made.items() if args.sweep else ():
+        keep(f"sweep {num_tokens}", sweep(layer))
+    for num_tokens in args.tokens if args.sweep else ():
+        usual, best = (found[f"sweep {num_tokens}"][k] for k in ("usual", "best"))
+        print(f"{num_tokens:5} tokens: {usual[1]} us, best {best[1]}: {best[0]}")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,10 @@ class JaxOps(Collectives):
         gate_TF, up_TF = x_TXF[:, 0].astype(jnp.float32), x_TXF[:, 1].astype(jnp.float32)
         return (jax.nn.silu(gate_TF) * up_TF).astype(x_TXF.dtype)
 
+    def router(self, fn: Callable, *args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """fn of these and ops: (normed rows [T, E], weights [T, C], experts [T, C]), experts X for padding."""
+        return fn(*args, self)
+
     def route(
         self, fn: Callable, logits_TX: jax.Array, routing: Any, bias_X: jax.Array | None, real_T: jax.Array
     ) -> tuple[jax.Array, jax.Array]:

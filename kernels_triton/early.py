@@ -23,6 +23,17 @@ def take_turn(EARLY: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def hold_turn(EARLY: tl.constexpr):
+    """Waits for the kernel before, and only then lets the next be launched.
+
+    That one may read, before its own turn, what the kernel before this wrote.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # of a launch that is worth it: taking turns costs each program a little, and launching is but a small part of a large
 # launch (65,536 programs of one warp took 80 us for 50, 2,048 the same, 512 and fewer gained)
 MOST_PROGRAMS = 1024

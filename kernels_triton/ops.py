@@ -19,9 +19,9 @@ from .native import Native
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import arrivals, derive, expert_kernels, few_rows, fused, greatest, weights_ahead
+    from . import arrivals, derive, expert_router, few_rows, fused, greatest, weights_ahead
 else:
-    arrivals = derive = expert_kernels = few_rows = fused = greatest = weights_ahead = None
+    arrivals = derive = expert_router = few_rows = fused = greatest = weights_ahead = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -148,12 +148,22 @@ class TorchOps(Collectives):
             return self.native.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
 
+    def router(
+        self, fn: Callable, x_TE: Tensor, norm: tuple[Tensor, float] | None, router_XE: Tensor | Packed,
+        routing: Any, bias_X: Tensor | None, real_T: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """fn of these and ops: (normed rows [T, E], weights [T, C], experts [T, C]), experts X for padding."""
+        alone = x_TE.is_cuda and not self.shards("tokens")
+        if expert_router and alone and expert_router.chooses(x_TE, router_XE, routing):
+            return expert_router.choose(x_TE, norm, router_XE, routing, bias_X, real_T)
+        return fn(x_TE, norm, router_XE, routing, bias_X, real_T, self)
+
     def route(
         self, fn: Callable, logits_TX: Tensor, routing: Any, bias_X: Tensor | None, real_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """fn of these and ops: (weights [T, C], experts [T, C]) of each token, experts X for padding."""
-        if expert_kernels and logits_TX.is_cuda and expert_kernels.routes(routing):
-            return expert_kernels.route(logits_TX, routing, bias_X, real_T)
+        if expert_router and logits_TX.is_cuda and expert_router.routes(routing):
+            return expert_router.route(logits_TX, routing, bias_X, real_T)
         return fn(logits_TX, routing, bias_X, real_T, self)
 
     def moe(

@@ -37,6 +37,18 @@ def route(logits_TX: Array, routing: Routing, bias_X: Array | None, real_T: Arra
     return weights_TC * routing.scale, xp.where(real_T[:, None], ids_TC, logits_TX.shape[-1])
 
 
+def choose(
+    x_TE: Array, norm: tuple[Array, float] | None, router_XE: Array, routing: Routing, bias_X: Array | None,
+    real_T: Array, ops: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The norm of x, of all tokens, and what `route` makes of it."""
+    xp = ops.xp
+    h_TE = ops.constrain(ops.rms_norm(x_TE, *norm), HIDDEN, WHOLE) if norm else x_TE
+    rows_TE = xp.astype(h_TE, xp.float32) if routing.float32 else h_TE
+    logits_TX = ops.einsum("te,xe->tx", rows_TE, router_XE, out=(None, None))
+    return h_TE, *ops.route(route, logits_TX, routing, bias_X, real_T)
+
+
 def of_best_groups(choice_TX: Array, routing: Routing, ops: Any) -> Array:
     """The scores of the experts in each token's best groups; -inf elsewhere (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
     choice_TNX = choice_TX.reshape(choice_TX.shape[0], routing.num_groups, -1)
@@ -51,16 +63,15 @@ def mlp(w: dict, x_TE: Array, step: Step, ops: Any, eps: float, *, routing: Rout
     """x_TE, and added to it what a layer's experts make of its norm; or what its MLP does, where it has no experts."""
     if "router" not in w:
         return llama.mlp(w, x_TE, step, ops, eps)
-    h_TE = ops.constrain(ops.rms_norm(x_TE, w["mlp_norm"], eps), HIDDEN, WHOLE)
-    return add_experts(w, x_TE, h_TE, step, ops, routing)
+    return add_experts(w, x_TE, x_TE, (w["mlp_norm"], eps), step, ops, routing)
 
 
-def add_experts(w: dict, x_TE: Array, h_TE: Array, step: Step, ops: Any, routing: Routing) -> Array:
-    """x_TE plus the weighted sum of the experts of h_TE. Padding goes to no expert."""
-    xp = ops.xp
-    rows_TE = xp.astype(h_TE, xp.float32) if routing.float32 else h_TE
-    logits_TX = ops.einsum("te,xe->tx", rows_TE, w["router"], out=(None, None))
-    weights_TC, ids_TC = ops.route(route, logits_TX, routing, w.get("router_bias"), step.is_real_T)
+def add_experts(
+    w: dict, x_TE: Array, rows_TE: Array, norm: tuple[Array, float] | None, step: Step, ops: Any, routing: Routing
+) -> Array:
+    """x_TE plus the weighted sum of the experts of the norm (scale, eps) of rows_TE. Padding goes to no expert."""
+    real_T, bias_X = step.is_real_T, w.get("router_bias")
+    h_TE, weights_TC, ids_TC = ops.router(choose, rows_TE, norm, w["router"], routing, bias_X, real_T)
     x_TE = ops.moe(h_TE, weights_TC, ids_TC, w["experts_gate_up"], w["experts_down"], add=x_TE)
     return add_shared(w, x_TE, h_TE, ops) if "shared_gate_up" in w else x_TE
 

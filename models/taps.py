@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -78,6 +78,10 @@ class TappedOps:
         if f"{self.prefix}.residual" not in self.taps.found:
             self._keep("residual", total, axes["out"])
         return total
+
+    def router(self, fn: Callable, *args: Any) -> tuple[Array, Array, Array]:
+        """The ops that may be one, one by one, so that each of them shows."""
+        return fn(*args, self)
 
     def moe(self, *args: Array, add: Array) -> Array:
         """What the experts make of the rows, and the sum with what it is added to."""

@@ -62,6 +62,9 @@ class NumpyOps:
         gate_TF = x_TXF[:, 0]
         return gate_TF / (1 + np.exp(-gate_TF)) * x_TXF[:, 1]
 
+    def router(self, fn: Callable, *args: Any) -> tuple[Array, Array, Array]:
+        return fn(*args, self)
+
     def route(
         self, fn: Callable, logits_TX: Array, routing: Any, bias_X: Array | None, real_T: Array
     ) -> tuple[Array, Array]:

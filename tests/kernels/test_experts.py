@@ -120,6 +120,31 @@ ROUTINGS = {
 
 
 @each_backend
+@pytest.mark.parametrize("normed", [False, True], ids=["as they are", "normed"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_router_equals_float64(name, routing, normed):
+    rng, routing = np.random.default_rng(6), ROUTINGS[routing]
+    x, router = (rng.standard_normal((n, 40)).astype(np.float32) for n in (9, 12))
+    router, scale = router * np.float32(40**-0.5), rng.uniform(0.5, 1.5, 40).astype(np.float32)
+    backend = get_backend(name)
+    norm = (put(backend, scale), 1e-6) if normed else None
+    rest = put(backend, router), put(backend, np.arange(9) < 8)
+
+    def program(x, rest, *, ops):
+        return *ops.router(moe.choose, x, norm, rest[0], routing, None, rest[1]), x
+
+    run = backend.compile(program, ("x", "rest"), ("h", "weights", "ids", "x"), "x")
+    h, weights, ids, _ = (backend.read(a) for a in run(put(backend, x), rest))
+    rows = oracle.norm(x.astype(np.float64), scale.astype(np.float64), 1e-6) if normed else x.astype(np.float64)
+    np.testing.assert_allclose(h, rows, rtol=0, atol=tolerance("float32", "op"))
+    assert (ids[8] == 12).all()
+    for t, row in enumerate(rows[:8] @ router.astype(np.float64).T):
+        want = oracle.chosen(routing, row, 0)
+        assert ids[t].tolist() == [expert for expert, _ in want]
+        np.testing.assert_allclose(weights[t], [w for _, w in want], rtol=0, atol=tolerance("float32", "op"))
+
+
+@each_backend
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_route_equals_float64(name, routing, biased):

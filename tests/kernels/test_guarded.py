@@ -87,6 +87,7 @@ def check(prompts: list[list[int]], max_tokens: int, monkeypatch: pytest.MonkeyP
         "norm_kernel",
     }
     assert guarded.seen >= {"route_kernel", "sort_kernel", "up_kernel", "down_kernel", "sum_kernel", "gate_kernel"}
+    assert "choose_kernel" in guarded.seen
 
 
 def test_an_engine_with_experts(monkeypatch: pytest.MonkeyPatch, guarded: Any) -> None:

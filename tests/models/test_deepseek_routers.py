@@ -83,7 +83,7 @@ def test_expert_layers_are_those_of_transformers(case, backend):
     step = Step(*[None] * 3, real, *[None] * 5, False, {}, {})  # pyright: ignore[reportArgumentType]
     rows = backend.place(x, ArraySpec(x.shape, (None, None)))
     nothing = backend.place(np.zeros_like(x), ArraySpec(x.shape, (None, None)))
-    got = backend.read(moe.add_experts(placed, nothing, rows, step, backend.ops, mixture.routing))
+    got = backend.read(moe.add_experts(placed, nothing, rows, None, step, backend.ops, mixture.routing))
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("float32", "logits"))
     exact = oracle.experts(mixture, oracle.as_float64(weights), x.astype(np.float64))
     np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance("float32", "logits"))
