@@ -36,6 +36,7 @@ BANDWIDTH, OPERATIONS = 4.3e12, 790e12
 NEAR = 2e-2  # of the largest number: how far bfloat16 of two cuts may lie apart
 FEW = (1, 2, 8, 16)  # tokens, of the router
 PAIRS = (64, 512, 2048, 6640, 65536)  # of the sorting
+DTYPES, CHECKED = (torch.bfloat16, torch.float32), (1, 7, 64, 300, 3000)  # tokens, against float64
 DEVICE = torch.device("cuda", 0)
 
 
@@ -110,7 +111,7 @@ def check(dtype: torch.dtype) -> dict[int, float]:
     """The greatest error beside the largest number, by tokens; with padding, and an expert that most of them chose."""
     ((up, down),) = make_weights(dtype, 1)
     found = {}
-    for num_tokens in (1, 7, 64, 300, 3000):
+    for num_tokens in CHECKED:
         x, weights, ids = make(num_tokens, dtype)
         ids[num_tokens // 2 :, 0] = 5
         ids[num_tokens - num_tokens // 3 :] = X
@@ -213,6 +214,11 @@ def small() -> dict[str, Any]:
 def compile_all(layers: list[tuple[Any, Any]], tokens: list[int], swept: bool) -> None:
     """Every kernel of what follows, side by side."""
     with rehearsal(DEVICE):
+        for dtype in DTYPES:
+            ((up, down),) = make_weights(dtype, 1)
+            for num_tokens in CHECKED:
+                x, weights, ids = make(num_tokens, dtype)
+                kernels.experts(x, weights, ids, up, down, x, torch.float32)
         for runs in small().values():
             for run in runs.values():
                 run()
@@ -239,7 +245,7 @@ def main() -> None:
     layers = make_weights(torch.bfloat16)
     compile_all(layers, args.tokens, args.sweep)
     keep("compiled", round(time.monotonic() - start, 1))
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in DTYPES:
         keep(f"error {dtype}", check(dtype))
     for name, runs in small().items():
         keep(name, {n: round(microseconds(run, 20), 2) for n, run in runs.items()})
