@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .arrivals import counters, is_last
 from .early import early, take_turn
-from .few_rows import counters
 
 Tensor = torch.Tensor
 
@@ -97,9 +97,7 @@ def count_kernel(
     i, chunks, x = tl.program_id(0), tl.num_programs(0), tl.arange(0, XP)
     q = i * Q + tl.arange(0, Q)
     tl.store(counts + i * XP + x, tl.histogram(tl.load(ids + q, mask=q < num_pairs, other=X), XP))
-    tl.debug_barrier()
-    if tl.atomic_add(turns, 1, sem="acq_rel") == chunks - 1:
-        tl.store(turns, 0)
+    if is_last(turns, chunks):
         j = tl.arange(0, J)[:, None]
         total = tl.zeros((XP,), tl.int32)
         for c in range(0, chunks, J):

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .arrivals import MOST, counters, is_last
 from .early import early, hold_turn, take_turn
 from .expert_blocks import Blocks, block_of, pairs_of, sort_pairs
-from .few_rows import MAX_TILES, counters
 from .few_rows_kernels import ask_for
 
 Tensor = torch.Tensor
@@ -190,10 +190,7 @@ def down_kernel(
             down_rows(act, w, weights, y, order, expert, first, end, n0, E, F, M, N, K, DIRECT, WAY, ONCE)
     if DIRECT:
         t = (block // C).to(tl.int64)
-        turn = turns + t * tiles + n0 // N
-        tl.debug_barrier()
-        if tl.atomic_add(turn, 1, sem="acq_rel") == C - 1:
-            tl.store(turn, 0)
+        if is_last(turns + t * tiles + n0 // N, C):
             sum_rows(y, order, add, out, add_t, t, n0 + tl.arange(0, N), X, C, E, ADD)
 
 
@@ -260,7 +257,7 @@ def down(
     tiles = triton.cdiv(embed_dim, cut.columns)
     programs, turns = blocks.num_blocks * tiles, blocks.table
     if blocks.direct:
-        assert len(out_TE) * tiles <= MAX_TILES
+        assert len(out_TE) * tiles <= MOST
         turns = counters(y_PE.device)
     down_kernel[(programs,)](
         act_PF, read_by(cut, down_XFE), weights_TC, y_PE, blocks.order_P, blocks.table,

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .arrivals import counters, is_last
 from .early import early, take_turn
-from .few_rows import counters
 
 Tensor = torch.Tensor
 
@@ -86,9 +86,7 @@ def choose_kernel(
         v = rounded.to(tl.float32)
     logit = tl.sum(part.to(tl.float32) * v[None, :], 1)
     tl.store(logits + t * X + mine, logit.to(logits.dtype.element_ty), mask=mine < X)
-    tl.debug_barrier()
-    if tl.atomic_add(turns + t, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(turns + t, 0)
+    if is_last(turns + t, tl.num_programs(0)):
         i = tl.arange(0, XP)
         all = tl.load(logits + t * X + i, mask=i < X, other=-float("inf"), cache_modifier=".cg").to(tl.float32)
         score, choice = scores_of(all, bias, i, X, SIGMOID, BIASED)

@@ -15,8 +15,9 @@ import torch
 from kernels.test_experts import CASES, ROUTINGS, case_of
 from tolerances import tolerance
 
-from octavo.kernels_triton import expert_blocks, expert_router, few_rows
+from octavo.kernels_triton import expert_blocks, expert_router
 from octavo.kernels_triton import expert_kernels as kernels
+from octavo.kernels_triton.arrivals import counters
 
 pytestmark = pytest.mark.usefixtures("guarded")
 
@@ -86,7 +87,7 @@ def test_few_pairs_need_no_sorting(case: list[list[int]], few: int, monkeypatch:
     for add in (False, True):
         out, want = run(case, "small", torch.float32, add)
         np.testing.assert_allclose(out, want, rtol=0, atol=tolerance("float32", "op"))
-    assert not few_rows.counters(torch.device("cpu")).any()
+    assert not counters(torch.device("cpu")).any()
 
 
 RANDOM = np.random.default_rng(4).integers(0, 6, (300, 4)).tolist()
@@ -102,7 +103,7 @@ def test_blocks_hold_every_pair_of_an_expert_once(case: str, way: str, monkeypat
         monkeypatch.setattr(expert_blocks, "ADDED", 2)
         monkeypatch.setattr(expert_blocks, "COMPARED", 128)
     ids = np.array(CASES.get(case, RANDOM), np.int32)
-    assert not few_rows.counters(torch.device("cpu")).any()
+    assert not counters(torch.device("cpu")).any()
     blocks = kernels.sort_pairs(torch.from_numpy(ids), 5, 16)
     order, flat = blocks.order_P.numpy(), ids.reshape(-1)
     assert order.tolist() == np.argsort(flat, kind="stable").tolist()
@@ -153,7 +154,7 @@ def test_few_tokens_choose_as_float64(
         want = oracle.chosen(spec, row, 0 if bias is None else bias)
         assert ids[t].tolist() == [expert for expert, _ in want]
         np.testing.assert_allclose(weights[t], [w for _, w in want], rtol=0, atol=tolerance("float32", "op"))
-    assert not few_rows.counters(torch.device("cpu")).any()
+    assert not counters(torch.device("cpu")).any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
