@@ -14,7 +14,7 @@ from oracle import greedy
 from tiny import GREEDY, PROMPTS, tokens
 
 from octavo.engine.backend_torch import TorchBackend
-from octavo.kernels_triton import ops
+from octavo.kernels_triton.ops import TorchOps
 
 pytestmark = pytest.mark.usefixtures("guarded")
 
@@ -68,7 +68,7 @@ def test_what_was_never_written_leads_nowhere() -> None:
 
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops take a CPU's tensors for a GPU's, unpacked, so that they choose kernels, which the interpreter runs."""
-    monkeypatch.setattr(ops, "pack", lambda weight, product: weight)
+    monkeypatch.setattr(TorchOps, "prepare", lambda self, weight, spec: weight)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(TorchBackend, "prefetch", lambda self, x: None)
 
