@@ -82,13 +82,18 @@ def is_tuned(args: tuple) -> bool:
     return any(isinstance(x, StepInput) and x.num_tokens <= TUNED_TOKENS for x in args)
 
 
-def find_platform(device: str) -> str:
-    """Where JAX runs, "cpu" or "cuda"; "auto" takes a GPU if it has one. "cpu" is a choice only before it starts."""
+def before_start(device: str) -> None:
+    """Tells JAX what it takes in only when it starts; for whatever will ask it for its devices first."""
     for name, value in GPU_MEMORY.items():
         os.environ.setdefault(name, value)
     if device == "cpu":
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
+
+
+def find_platform(device: str) -> str:
+    """Where JAX runs, "cpu" or "cuda"; "auto" takes a GPU if it has one. "cpu" is a choice only before it starts."""
+    before_start(device)
     found = "cpu" if jax.default_backend() == "cpu" else "cuda"
     if device not in ("auto", found):
         raise ValueError(f"device {device!r}: JAX runs on {found}; before it is first used, set JAX_PLATFORMS={device}")

@@ -61,7 +61,7 @@ def join(config: EngineConfig, weights: Any) -> World | None:
     Raises ValueError where there are others than it asks for.
     """
     size, executor = config.num_shards, config.distributed_executor_backend
-    launched = torchrun_world() if config.backend == "torch" else _jax_world()
+    launched = torchrun_world() if config.backend == "torch" else _jax_world(config.device)
     if executor == "external_launcher" and launched is None:
         raise ValueError("distributed_executor_backend='external_launcher': start this script with torchrun, or call "
                          "jax.distributed.initialize first")  # fmt: skip
@@ -134,8 +134,8 @@ def _stage_size(config: EngineConfig) -> int | None:
     return config.tensor_parallel_size if several else None
 
 
-def _jax_world() -> tuple[int, int, int] | None:
+def _jax_world(device: str) -> tuple[int, int, int] | None:
     """Rank, number of processes and 0, where jax.distributed.initialize has been called with several."""
     from .world_jax import world
 
-    return world()
+    return world(device)

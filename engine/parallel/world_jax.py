@@ -7,6 +7,8 @@ import socket
 import jax
 import numpy as np
 
+from ..backend_jax import before_start
+
 SIZE = 256  # bytes of what rank 0 tells the others
 PATIENCE = 120  # seconds, for a process that is starting
 HEARTBEAT = 30  # seconds without one, after which JAX ends all processes that are left
@@ -21,10 +23,9 @@ def free_address() -> str:
 
 def start(meeting: str, rank: int, size: int, device: str) -> None:
     """Makes this process one of `size`, with one device. Raises ValueError if JAX has started without."""
+    before_start(device)
     try:
         jax.config.update("jax_num_cpu_devices", 1)
-        if device == "cpu":
-            jax.config.update("jax_platforms", "cpu")
         # of use on a CPU only
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(meeting, size, rank, local_device_ids=None if device == "cpu" else [rank],
@@ -38,8 +39,9 @@ def leave() -> None:
     jax.distributed.shutdown()
 
 
-def world() -> tuple[int, int, int] | None:
+def world(device: str) -> tuple[int, int, int] | None:
     """Rank, number of processes and 0, where jax.distributed.initialize has been called with several."""
+    before_start(device)
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
     return jax.process_index(), jax.process_count(), 0

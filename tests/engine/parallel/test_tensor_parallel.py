@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -108,6 +109,39 @@ def test_a_fresh_process_needs_no_flag() -> None:
     out = subprocess.check_output([sys.executable, "-c", source], text=True, timeout=300)
     want = greedy(spec_of(EIGHT_HEADS), numpy_weights(EIGHT_HEADS), PROMPTS[0], GREEDY.max_tokens)
     assert json.loads(out) == [want]
+
+
+STARTED = """
+import os, sys
+import jax
+from jax._src import xla_bridge
+from octavo.engine.build import backend_options
+from octavo.engine.config import engine_config
+from octavo.engine.parallel.world import join
+from octavo.engine.parallel.world_jax import free_address
+
+def started(platform):
+    print(platform, os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
+    sys.exit()
+
+xla_bridge._init_backend = started
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "backend_options(engine_config('m', backend='jax', device='cpu', tensor_parallel_size=2), None)",
+        "backend_options(engine_config('m', backend='jax', device='cpu', data_parallel_size=2), None)",
+        "jax.distributed.initialize(free_address(), 1, 0); join(engine_config('m', backend='jax', device='cpu'), None)",
+    ],
+    ids=["tp", "dp", "launched"],
+)
+def test_jax_knows_how_to_take_memory_when_it_starts(source: str) -> None:
+    """It would take three quarters of each GPU at once; and device="cpu" start GPUs that are there."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    command = [sys.executable, "-c", STARTED + source]
+    assert subprocess.check_output(command, text=True, timeout=120, env=environment).split() == ["cpu", "false"]
 
 
 @pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
