@@ -110,9 +110,13 @@ def build(config: EngineConfig, weights: Any = None, backend: Backend | None = N
         if world and world.leader:
             follow(world.leader, device.own, world.reports(config))
         return _parts(device, world)
-    except BaseException:
+    except BaseException as error:
         if world and world.team:
+            failed = world.team.mail.cause
             world.team.close()
+            if failed is not None and isinstance(error, RuntimeError):
+                # this one was broken off when that rank ended
+                raise failed from error
         raise
 
 
@@ -226,7 +230,9 @@ def backend_options(config: EngineConfig, world: World | None, replica: int = 0)
     if config.num_shards == 1:
         return options
     from ..sharding.mesh_jax import ensure_devices, make_mesh
+    from .backend_jax import before_start
 
+    before_start(config.device)
     shape = config.mesh_shape if config.num_joint > 1 else {**config.mesh_shape, "dp": 1}
     size = math.prod(shape.values())
     ensure_devices(config.num_shards)

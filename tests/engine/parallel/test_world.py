@@ -8,6 +8,7 @@ import jax
 import pytest
 import torch
 
+from octavo.engine import build
 from octavo.engine.config import engine_config
 from octavo.engine.parallel import world, world_jax, world_torch
 from octavo.engine.parallel.team import Team
@@ -17,7 +18,7 @@ from octavo.engine.parallel.team import Team
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Makes this process rank 1 of two that were launched; the worlds that were then met."""
     met: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(world, "_jax_world", lambda: (1, 2, 0))
+    monkeypatch.setattr(world, "_jax_world", lambda device: (1, 2, 0))
     monkeypatch.setattr(world, "torchrun_world", lambda: (1, 2, 1))
     monkeypatch.setattr(world, "_launched_world", lambda config, *place: met.append(place))
     return met
@@ -64,6 +65,21 @@ def test_a_launcher_that_is_not_there_is_missed() -> None:
     config = engine_config("m", backend="jax", tensor_parallel_size=2, distributed_executor_backend=launcher)
     with pytest.raises(ValueError, match=r"start this script with torchrun, or call jax\.distributed"):
         world.join(config, None)
+
+
+def test_a_rank_that_ended_a_start_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that this one, which waited for it, was broken off."""
+    team, full = Team(()), MemoryError("GPU 1 is full")
+
+    def broken_off(*args: Any) -> None:
+        team.mail.lose("rank 1 failed", full)
+        raise RuntimeError("1 of 2 processes came")
+
+    monkeypatch.setattr(build, "join", lambda *args: world.World(0, 2, 0, None, team=team))
+    monkeypatch.setattr(build, "build_device", broken_off)
+    with pytest.raises(MemoryError, match="GPU 1 is full") as caught:
+        build.build(engine_config("m", backend="torch", tensor_parallel_size=2))
+    assert str(caught.value.__cause__) == "1 of 2 processes came"
 
 
 def test_fewer_gpus_than_processes_are_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
