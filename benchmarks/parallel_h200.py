@@ -1,9 +1,10 @@
 """Two GPUs: what octavo computes on them is what it computes on one, what happens when something breaks, and how fast.
 
-    python benchmarks/parallel_h200.py [--seconds 200] [--device cpu] [--only WORD ...]
+    python benchmarks/parallel_h200.py [--seconds 110] [--device cpu] [--only WORD ...]
 
 Every part (parallel_parts.py) has a process of its own, and a hang costs it alone: then its ranks say where they stand.
-Prints lines of JSON as they come, tables last; everything goes to $OUT/parallel_h200.json, or beside this file.
+What is right comes first, side by side, and meanwhile the timed parts start; then these measure in turn. Prints lines
+of JSON as they come, tables last; everything goes to $OUT/parallel_h200.json, or beside this file.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import parallel_parts
-from parallel_parts import PARTS, WAVES, Part, put, shape_of
+from parallel_parts import PARTS, SPARE, USUAL, WORK, Part, put, shape_of
 
 from octavo.engine.bench.workloads import CONFIGS, write_config
 
-# seconds that a part has until it is through, or ready; and a timed one for its measurements
-START, MEASURE = 110.0, 45.0
+# seconds that a part has until it is through, or ready; and a timed one for each measurement
+START, MEASURE = 50.0, 20.0
 SLOWER = {"cuda": 1, "cpu": 8}  # so many times as long
-LEAST = 45.0  # seconds that must be left for a wave to begin
-CORES = 3  # of this machine, for each part that starts
+MEASURES = 0.4  # of all the time: for them alone
+MOST = {"torch": 6, "jax": 5}  # parts of a backend at once
+CORES = 5  # of this machine, for each of them
 SHOWN = ("tokens", "told", "logprobs", "routed")  # too long to be printed
 
 
@@ -67,11 +69,11 @@ class Running:
 
 
 class Supervisor:
-    """Runs waves of parts, until the time is up."""
+    """Runs parts, until the time is up."""
 
-    def __init__(self, device: str, seconds: float, folder: Path):
-        self.device, self.until, self.folder = device, time.monotonic() + seconds, folder
-        self.slots = max(1, (os.cpu_count() or 1) // CORES)
+    def __init__(self, device: str, seconds: float, folder: Path, out: Path):
+        self.device, self.seconds, self.folder, self.out = device, seconds, folder, out
+        self.until = time.monotonic() + seconds
         self.news: queue.Queue[tuple[Running, str | None]] = queue.Queue()
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -79,12 +81,14 @@ class Supervisor:
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def wave(self, parts: Sequence[Part]) -> None:
-        """Starts parts side by side; when all others are through, timed ones measure one by one."""
+    def run(self, parts: Sequence[Part]) -> None:
+        """Starts all, in their order, and has timed ones measure when the others are through."""
         waiting, active, ready = list(parts), [], []
-        while (waiting or active) and self.left > 0:
-            while waiting and len(active) < self.slots:
-                active.append(self._start(waiting.pop(0)))
+        reserved = MEASURES * self.seconds if any(part.does == "timed" for part in parts) else 0
+        while (waiting or active) and self.left > reserved:
+            for part in self._next(waiting, active):
+                waiting.remove(part)
+                active.append(self._start(part))
             self._listen(active)
             ready += [one for one in active if one.is_ready and not one.ended]
             active = [one for one in active if not one.ended and not one.is_ready]
@@ -92,20 +96,38 @@ class Supervisor:
             self._note({"part": part.name, "error": "not run: no time was left"})
         for one in active:
             self._give_up(one, "the time is up")
-        for one in ready:
-            self._measure(one)
+        for name in WORK:
+            for one in ready:
+                if name in one.part.work and not one.ended and self.left > 0:
+                    self._measure(one, name)
+        self._dismiss(ready)
 
-    def _measure(self, one: Running) -> None:
-        if self.left <= 0:
-            self._give_up(one, "it was ready, and the time is up")
-            return
+    def _next(self, waiting: Sequence[Part], active: Sequence[Running]) -> list[Part]:
+        """Those of which may start now: of each backend as many as cores allow."""
+        found: list[Part] = []
+        for backend, most in MOST.items():
+            slots = max(1, min(most, (os.cpu_count() or 1) // CORES))
+            free = slots - sum(one.part.backend == backend for one in active)
+            found += [part for part in waiting if part.backend == backend][: max(free, 0)]
+        return found
+
+    def _measure(self, one: Running, name: str) -> None:
         one.until = self._until(MEASURE)
         assert one.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            one.process.stdin.write("go\n")
+            one.process.stdin.write(f"{name}\n")
             one.process.stdin.flush()
-        while not one.ended:
+        while not one.ended and not any(values.get("work") == name for values in one.said):
             self._listen([one])
+        if not one.ended:
+            self._keep(one.result())
+
+    def _dismiss(self, ready: Sequence[Running]) -> None:
+        """Has what was measured end, which need not take long."""
+        for one in ready:
+            if not one.ended:
+                one.process.terminate()
+                self._end(one)
 
     def _until(self, seconds: float) -> float:
         return time.monotonic() + min(seconds * SLOWER[self.device], max(self.left, 0))
@@ -159,10 +181,17 @@ class Supervisor:
         self._note(one.result())
 
     def _note(self, result: dict[str, Any]) -> None:
+        self._keep(result)
+        put(**{name: first_line(x) for name, x in result.items() if name not in (*SHOWN, "stderr")})
+
+    def _keep(self, result: dict[str, Any]) -> None:
         self.results[result["part"]] = result
-        put(**{name: x for name, x in result.items() if name not in (*SHOWN, "stderr")})
-        if "stderr" in result:
-            print("".join(f"    {line}\n" for line in result["stderr"].splitlines()[-4:]), end="", flush=True)
+        (self.out / "parallel_h200.json").write_text(json.dumps(self.results, indent=1) + "\n")
+
+
+def first_line(x: Any) -> Any:
+    """Of a text the beginning; anything else as it is."""
+    return x.partition("\n")[0][:200] if isinstance(x, str) else x
 
 
 def _failed(one: Running) -> bool:
@@ -187,21 +216,29 @@ def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def beside(part: Part, results: dict[str, dict[str, Any]]) -> str | None:
+    """What a part's tokens are compared with: one device's, of its backend or the other; or another split's."""
+    alike = [x for x in PARTS.values() if x.does == "equal" and x.model == part.model and x.name != part.name]
+    there = [x for x in alike if "tokens" in results.get(x.name, {})]
+    there.sort(key=lambda x: (x.name != x.like, x.backend != part.backend))
+    return there[0].name if there else None
+
+
 def tables(results: dict[str, dict[str, Any]]) -> None:
     for part in PARTS.values():
         if (found := results.get(part.name)) is None:
             continue
         row: dict[str, Any] = {}
         if part.does == "equal" and "tokens" in found:
-            one = results.get(part.like, {})
-            row = compared(found, one) if "tokens" in one else {"same": "nothing to compare with"}
+            other = beside(part, results)
+            row = compared(found, results[other]) | {"as": other} if other else {"same": "nothing to compare with"}
             names = ("replicas", "preemptions", "compared", "compiles", "ready", "seconds")
             row |= {name: found[name] for name in names}
         elif "work" in found:
             row = {name: f"{x['tok_s']} tok/s ({x['compiles']} new)" for name, x in found["work"].items()}
         if part.does != "equal" or "error" in found:
             row |= {name: found[name] for name in ("ready", "said", "same", "of", "seconds", "error") if name in found}
-        print(f"{part.name:32}", "  ".join(f"{name} {x}" for name, x in row.items()), flush=True)
+        print(f"{part.name:32}", "  ".join(f"{name} {first_line(x)}" for name, x in row.items()), flush=True)
 
 
 def write_configs(device: str) -> None:
@@ -217,10 +254,10 @@ def folder_name(part: Part, device: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names have one of these; needs the ones "
-                        "they are compared with")  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="WORD",
+                        help="parts whose names have one of these; a spare one, if it is named in full")  # fmt: skip
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
@@ -234,14 +271,12 @@ def main() -> None:
     out = Path(os.environ.get("OUT") or Path(__file__).parent)
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"parallel-{os.getpid()}"
     folder.mkdir()
-    supervisor = Supervisor(args.device, args.seconds, folder)
-    for i, wave in enumerate(WAVES):
-        chosen = [part for part in wave if not args.only or any(word in part.name for word in args.only)]
-        if i and supervisor.left < LEAST:
-            print(f"not run, with {supervisor.left:.0f} s left: {', '.join(part.name for part in chosen)}", flush=True)
-            continue
-        supervisor.wave(chosen)
-        (out / "parallel_h200.json").write_text(json.dumps(supervisor.results, indent=1) + "\n")
+    chosen = list(USUAL)
+    if args.only:
+        chosen = [part for part in USUAL if any(word in part.name for word in args.only)]
+        chosen += [part for part in SPARE if part.name in args.only]
+    supervisor = Supervisor(args.device, args.seconds, folder, out)
+    supervisor.run(chosen)
     print()
     tables(supervisor.results)
 

@@ -1,6 +1,6 @@
 """What parallel_h200.py runs, each part in a process of its own: engines over two devices, right, hurt, or timed.
 
-A part prints lines of JSON. A timed one says that it is ready, and measures when a line comes on stdin.
+A part prints lines of JSON. A timed one says that it is ready, and measures the workloads named on stdin, one a line.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Part:
 
 
 def _equal(backend: str) -> list[Part]:
-    """In order of worth."""
+    """In order of worth; what others are compared with comes first."""
     dense, moe = f"{backend} small", f"{backend} small-moe"
     return [
         Part(dense, backend, "small"),
+        Part(moe, backend, "small-moe", ROUTED),
         Part(f"{dense} pp 2", backend, "small", PP),
         Part(f"{dense} dp 2", backend, "small", DP),
-        Part(moe, backend, "small-moe", ROUTED),
         Part(f"{moe} dp 2 ep", backend, "small-moe", DP | EP),
         Part(f"{moe} tp 2 ep", backend, "small-moe", TP | EP),
         Part(f"{dense} tp 2 sp", backend, "small", TP | SP),
@@ -85,26 +85,22 @@ TIMED = (
     Part("torch llama-8b dp 2", "torch", "llama-8b", DP, "timed", WORK, 16),
     Part("jax qwen3-0.6b tp 2", "jax", "qwen3-0.6b", TP, "timed", WORK[:2], 8),
 )
-HURT = (
+DIVERGING = Part("torch small tp 2 diverging", "torch", "small", TP, "diverges")
+# only if they are named
+SPARE = (
     Part("torch small pp 2 failed step", "torch", "small", PP, "fails"),
     Part("torch small pp 2 killed", "torch", "small", PP, "lost"),
-    Part("torch small tp 2 diverging", "torch", "small", TP, "diverges"),
-)
-WARM = (
     Part("torch small tp 2 late", "torch", "small", TP, late=True),
     Part("torch small pp 2 warm", "torch", "small", PP | ALL),
     Part("torch small-moe dp 2 ep warm", "torch", "small-moe", DP | EP | ALL),
-)
-LATER = (
     Part("torch llama-8b", "torch", "llama-8b", {}, "timed", WORK, 30, gpu="1"),
     Part("torch qwen3-30b-a3b tp 2 ep", "torch", "qwen3-30b-a3b", TP | EP, "timed", WORK[:2], 4),
     Part("torch qwen3-30b-a3b", "torch", "qwen3-30b-a3b", {}, "timed", WORK[:2], 4, gpu="0"),
     Part("torch llama-8b tp 2 late", "torch", "llama-8b", TP, "timed", WORK[:2], 4, late=True),
 )
-BOTH = [part for pair in zip(_equal("torch"), _equal("jax"), strict=True) for part in pair]
-# those of a wave start side by side, as many as cores allow; its timed ones measure one by one, when all are through
-WAVES = ((*BOTH[:10], *TIMED, *BOTH[10:], *HURT, *WARM), LATER)
-PARTS = {part.name: part for wave in WAVES for part in wave}
+# in order of worth; timed ones start beside the last of the others, and measure alone
+USUAL = (*_equal("torch"), *_equal("jax"), *TIMED, DIVERGING)
+PARTS = {part.name: part for part in (*USUAL, *SPARE)}
 
 
 def put(**values: Any) -> None:
@@ -246,7 +242,7 @@ def diverges(part: Part, device: str, folder: str) -> None:
 
 
 def timed(part: Part, device: str, folder: str) -> None:
-    """Tokens a second of workloads. Each was run before, so that what it needs is compiled and recorded."""
+    """Tokens a second of workloads it is asked for. Each was run before, so that all it needs is compiled, recorded."""
     on_gpu = device != "cpu"
     began = time.perf_counter()
     more: dict[str, Any] = {"kv_cache_memory_bytes": part.cache * GIB if on_gpu else 2**26}
@@ -256,20 +252,22 @@ def timed(part: Part, device: str, folder: str) -> None:
     for name in part.work:
         llm.generate(*requests(name, vocab, on_gpu, None if name == "offline" else 4), use_tqdm=False)
     put(ready=round(time.perf_counter() - began, 1), built=round(built, 1), weights=llm.memory_plan.weights_bytes)
-    if not sys.stdin.readline():
-        raise RuntimeError("nobody said that it is this part's turn")
-    for name in part.work:
-        prompts, params = requests(name, vocab, on_gpu)
-        llm.reset_prefix_cache()
-        compiles, preemptions = llm.backend.num_compiles(), llm.get_stats().num_preemptions
-        started = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        made = sum(len(o.outputs[0].token_ids) for o in outputs)
-        put(work=name, tok_s=round(made / seconds, 1), seconds=round(seconds, 3), tokens=made,
-            compiles=llm.backend.num_compiles() - compiles,
-            preemptions=llm.get_stats().num_preemptions - preemptions)  # fmt: skip
+    for line in sys.stdin:
+        measure(llm, line.strip(), on_gpu)
     llm.shutdown()
+
+
+def measure(llm: LLM, name: str, on_gpu: bool) -> None:
+    prompts, params = requests(name, llm.model.vocab_size, on_gpu)
+    llm.reset_prefix_cache()
+    compiles, preemptions = llm.backend.num_compiles(), llm.get_stats().num_preemptions
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    made = sum(len(o.outputs[0].token_ids) for o in outputs)
+    put(work=name, tok_s=round(made / seconds, 1), seconds=round(seconds, 3), tokens=made,
+        compiles=llm.backend.num_compiles() - compiles,
+        preemptions=llm.get_stats().num_preemptions - preemptions)  # fmt: skip
 
 
 def requests(name: str, vocab: int, on_gpu: bool, most: int | None = None) -> tuple[list[list[int]], list[Any]]:
