@@ -73,7 +73,6 @@ def _equal(backend: str) -> list[Part]:
         Part(f"{dense} dp 2", backend, "small", DP),
         Part(f"{moe} dp 2 ep", backend, "small-moe", DP | EP),
         Part(f"{moe} tp 2 ep", backend, "small-moe", TP | EP),
-        Part(f"{dense} tp 2 sp", backend, "small", TP | SP),
         Part(f"{moe} pp 2 routed", backend, "small-moe", PP | ROUTED),
     ]
 
@@ -88,6 +87,7 @@ TIMED = (
 DIVERGING = Part("torch small tp 2 diverging", "torch", "small", TP, "diverges")
 # only if they are named
 SPARE = (
+    *(Part(f"{backend} small tp 2 sp", backend, "small", TP | SP) for backend in ("torch", "jax")),
     Part("torch small pp 2 failed step", "torch", "small", PP, "fails"),
     Part("torch small pp 2 killed", "torch", "small", PP, "lost"),
     Part("torch small tp 2 late", "torch", "small", TP, late=True),
