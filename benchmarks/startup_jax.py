@@ -1,10 +1,10 @@
 """What a start of the JAX path spends its time on, warmup="all": a first one (cold), and one that finds its programs.
 
-    python benchmarks/startup_jax.py [--model qwen3-0.6b] [--device cuda] [--starts cold warm]
+    python benchmarks/startup_jax.py [--model qwen3-0.6b] [--device cuda] [--starts cold warm alone]
 
-Random weights, each start in a process of its own. Seconds of wall time from the process on; tracing, lowering,
-compiling and loading are summed over the threads, "last" is when the last of them was over, counted from the beginning
-of the warm-up.
+Random weights, each start in a process of its own; "alone" is a cold one without processes that compile for it.
+Seconds of wall time from the process on; tracing, lowering, compiling and loading are summed over the threads, "last"
+is when the last of them was over, counted from the beginning of the warm-up.
 """
 
 from __future__ import annotations
@@ -78,6 +78,15 @@ def start(job: dict[str, Any]) -> dict[str, Any]:
     from octavo.engine.bench.marks_worker import start as engine
 
     # of modules whose code is no part of a program: those may be changed
+    if not job["processes"]:
+        backends_of = build.backends_of
+
+        def alone(*args: Any) -> list[Any]:
+            found = backends_of(*args)
+            found[0].processes = 0
+            return found
+
+        build.backends_of = alone
     build.find_platform = clock.around("client", build.find_platform)
     build.runner_on = clock.around("weights and cache", build.runner_on)
     runner.run_joined = clock.around("joined steps", runner.run_joined)
@@ -138,9 +147,11 @@ def main() -> None:
         print("FOUND", json.dumps(start(args.job)))
         return
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
         for name in args.starts:
+            cache = f"{folder}/{'alone' if name == 'alone' else 'programs'}"
             job = {"model": args.model, "device": args.device, "cache": cache, "arguments": args.arguments}
+            job["processes"] = name != "alone"
             command = [sys.executable, __file__, "--job", json.dumps(job | {"began": time.time()})]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..models.interface import Array, ArraySpec, AttentionSpec
+from .recipe import Recipe
 
 BACKENDS = ("torch", "jax")  # in the order in which "auto" takes what is installed
 SPINS = "5000"  # of an OpenMP thread of torch's that waits, before it sleeps (docs/LOG.md)
@@ -76,8 +77,11 @@ class Backend(Protocol):
         """Compiles kernels that these calls will launch, if they are compiled apart from programs. Changes nothing."""
         ...
 
-    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Compiles these (program, its arguments) without running them. Nothing is consumed."""
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
+        """Compiles these (program, its arguments) without running them. Nothing is consumed.
+
+        With the recipe (None: there is none) other processes may make some of them, if programs can be made elsewhere.
+        """
         ...
 
     def consume(self, tree: Any) -> Any:

@@ -31,9 +31,11 @@ from ..models.interface import (
     map_tree,
 )
 from ..sharding.rules import ShardingRules
+from .compilers_jax import EACH, LEAST, MOST, Compilers, missing
 from .narrow_jax import Narrow
 from .parallel.replicas_jax import AXIS, JaxReplicas
 from .precompile_jax import precompile
+from .recipe import Recipe
 from .resident_jax import RENEWS, Resident, renewed
 from .saved_jax import LOADED, Held, Jitted, Lowers, saved
 
@@ -188,6 +190,10 @@ class JaxBackend:
         self._shardings: dict[str, Any] = {}
         self._counter = compile_counter()
         self.cache_dir = cache_dir
+        # that compile: on a CPU XLA itself takes all cores for each program
+        self.processes = min(MOST, self.threads // 2) if self.lean else 0
+        self.options = {"dtype": dtype, "attention": attention, "cache_dir": cache_dir, "pure": pure}
+        self.options |= {"experts_in_turn": experts_in_turn, "least_tokens": least_tokens}
         # arguments whose shapes are always the same; programs that make arrays; where executables are kept
         self.declared: set[str] = set()
         self.made: dict[Any, Held] = {}
@@ -303,13 +309,27 @@ class JaxBackend:
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: kernels are compiled with the programs they are in."""
 
-    def precompile(self, calls: Iterable[tuple[Any, tuple]]) -> None:
+    def precompile(self, calls: Iterable[tuple[Any, tuple]], recipe: Recipe | None = None) -> None:
         """Compiles these (program, its arguments) without running them. Nothing is consumed.
 
-        A later call finds the executable. Eagerly there is nothing to compile.
+        A later call finds the executable. Eagerly there is nothing to compile. By the recipe, other processes make
+        their part of many.
         """
-        if not self.eager:
-            precompile(calls, is_tuned if self.lean else lambda args: False)
+        if self.eager:
+            return
+        calls, tuned, others = list(calls), is_tuned if self.lean else lambda args: False, None
+        if recipe and (num := self._num_compilers()) > 1:
+            keys = {place: key for place, key in missing(calls).items() if not tuned(calls[place][1])}
+            if len(keys) >= LEAST:
+                others = Compilers(recipe, self.options, keys, num)
+        precompile(calls, tuned, others)
+
+    def _num_compilers(self) -> int:
+        """How many processes may compile for this one: while they are there they take memory of the GPU."""
+        if (free := self.free_memory()) is None:
+            return self.processes
+        takes_all = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false"
+        return 0 if takes_all else min(self.processes, free // EACH)
 
     def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""

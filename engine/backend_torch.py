@@ -27,6 +27,7 @@ from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
 from .graph_torch import GraphPool, Program
 from .parallel.replicas_torch import TorchReplicas
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..sharding.mesh_torch import TorchMesh
@@ -266,9 +267,10 @@ class TorchBackend:
                 if isinstance(program, Program):
                     program.rehearse(*xs)
 
-    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
         """Records the graphs of these calls; of those too large for one, the largest is run. Eagerly: nothing.
 
+        Needs no recipe: a graph is of the process that records it.
         Running is what compiles kernels and loads libraries, so arguments must be padding: they are computed.
         """
         largest: dict[Program, tuple[Any, ...]] = {}

@@ -125,10 +125,15 @@ def _reached(x: Any) -> Iterator[Any]:
         yield from _reached(y)
 
 
+def rooms() -> list[str]:
+    """The loaded modules whose code may be in a program."""
+    names = (name for name in sorted(sys.modules) if name.startswith(f"{ROOT}."))
+    return [name for name in names if name.startswith(ROOMS) or (".engine." in name and name.endswith("_jax"))]
+
+
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    for name in sorted(sys.modules):
-        if name.startswith(ROOMS) or (name.startswith(f"{ROOT}.engine.") and name.endswith("_jax")):
-            yield name, sys.modules[name]
+    for name in rooms():
+        yield name, sys.modules[name]
 
 
 def _own(x: Any) -> list[tuple[str, Any]]:

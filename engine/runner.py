@@ -40,6 +40,7 @@ from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
+from .recipe import Recipe
 from .routed_experts import RoutingStack, expert_taps
 from .shared_prefixes import PrefixFinder
 from .warm_up import JOINED, Call, every_program, rehearsal, run_joined
@@ -167,7 +168,9 @@ class Runner:
         self.is_rehearsed = False
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
         self.specs = self.own(cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len))
-        self.source: WeightsSource | None = None  # of its weights; who builds it says so
+        # of its weights and of itself; who builds it says so
+        self.source: WeightsSource | None = None
+        self.recipe: Recipe | None = None
         self.stored: Any = None  # the weights on the host, asleep
         self._use_weights(weights)
         for name, specs in (
@@ -439,6 +442,6 @@ class Runner:
             # after a sleep all kernels are there
             self.backend.rehearse(rehearsal(self))
             self.is_rehearsed = True
-        self.backend.precompile(self.every_call())
+        self.backend.precompile(self.every_call(), self.recipe)
         run_joined(self)
         return self.backend.num_compiles() - before

@@ -20,6 +20,7 @@ from .parallel.lead_runner import LeadRunner
 from .parallel.pipeline import Earlier, Pipeline
 from .parallel.stage_runner import JointStageRunner, LeadJointStage, LeadStage, StageRunner
 from .parallel.world import World
+from .recipe import Recipe
 from .runner import Runner
 from .weights_source import WeightsSource
 
@@ -52,25 +53,24 @@ def _part(kind: Any, source: WeightsSource, weights: Any, plan: MemoryPlan, mask
     """A Runner of the layers that a source has the weights of."""
     config, model, backend = source.config, source.model, source.backend
     own = model if source.stage is None else stage_of(model, source.stage)
-    runner = kind(
-        backend,
-        own,
-        config.layout,
-        source.first(weights),
-        num_blocks=plan.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        shapes=_shapes(config, plan, model, backend),
-        digest=config.step_log is not None,
-        processors=config.logits_processors,
-        logprobs_mode=config.logprobs_mode,
-        masks=masks,
-        expert_load=config.expert_load_metrics,
-        routed=config.enable_return_routed_experts,
+    arguments = {
+        "num_blocks": plan.num_blocks,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": plan.max_model_len,
+        "shapes": _shapes(config, plan, model, backend),
+        "digest": config.step_log is not None,
+        "processors": config.logits_processors,
+        "logprobs_mode": config.logprobs_mode,
+        "masks": masks,
+        "expert_load": config.expert_load_metrics,
+        "routed": config.enable_return_routed_experts,
         # stages of several processes send on what they keep, up to the last one
-        mixture=(model if config.backend == "torch" else own).mixture,
-    )
+        "mixture": (model if config.backend == "torch" else own).mixture,
+    }
+    runner = kind(backend, own, config.layout, source.first(weights), **arguments)
     runner.source = source
+    if kind is Runner:
+        runner.recipe = Recipe(own, config.layout, arguments)
     return runner
 
 

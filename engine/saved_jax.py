@@ -126,10 +126,23 @@ class Saved(Held):
     ) -> None:
         super().__init__(program, steady)
         self.what, self.folder, self.environment = what, folder, environment
+        self.keys: dict[Any, str] = {}  # by kind: of what was looked for and is not made yet
+
+    def missing(self, *args: Any) -> str | None:
+        """The key of the program for these arguments, if it could be kept and is not there."""
+        kind = self._kind(args)
+        if kind in self.ready:
+            return None
+        try:
+            self.keys[kind] = self._key(args)
+        except UnknownCode:
+            return None
+        name = read(self.folder / f"{self.keys[kind]}.key")
+        return None if name and self._file(name).exists() else self.keys[kind]
 
     def _begun(self, kind: Any, args: tuple) -> Callable[[], None]:
         try:
-            key = self.folder / f"{self._key(args)}.key"
+            key = self.folder / f"{self.keys.pop(kind, None) or self._key(args)}.key"
         except UnknownCode as code:
             log.info("code of %s is in octavo's place: what is traced through it is not kept", code)
             return super()._begun(kind, args)
@@ -244,11 +257,14 @@ def surroundings() -> list[Any]:
     devices = jax.local_devices()
     client = devices[0].client
     here = [(d.id, d.device_kind) for d in devices]
-    # where programs are kept makes no other program
-    names = sorted(name for name in jax.config.values if "cache" not in name)
-    config = [(name, repr(getattr(jax.config, name, None))) for name in names]
+    config = [(name, repr(value)) for name, value in configuration().items()]
     versions = jax.__version__, jaxlib.version.__version__, platform.python_version(), np.__version__
     return [versions, client.platform, client.platform_version, here, config, _host()]
+
+
+def configuration() -> dict[str, Any]:
+    """JAX's, as it is now. Where programs are kept makes no other program."""
+    return {name: getattr(jax.config, name, None) for name in sorted(jax.config.values) if "cache" not in name}
 
 
 @functools.cache

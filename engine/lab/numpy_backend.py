@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ...models.interface import ArraySpec, AttentionSpec, map_tree
+from ..recipe import Recipe
 from .numpy_ops import NumpyOps
 
 
@@ -48,7 +49,7 @@ class NumpyBackend:
     def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
         """Nothing: there are no kernels."""
 
-    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
         """Nothing: nothing is compiled."""
 
     def consume(self, tree: Any) -> Any:

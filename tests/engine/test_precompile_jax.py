@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +44,22 @@ def test_what_is_tuned_is_compiled_alone_while_the_others_are_lowered() -> None:
         i for i, (what, n, _) in enumerate(program.done) if (what, n) == ("compile", -2)
     )
     assert here not in {thread for what, _, thread in program.done if what == "compile"}
+
+
+def test_what_others_do_not_make_is_lowered_here() -> None:
+    class Others:
+        def __init__(self) -> None:
+            self.places = {0, 2, 3}
+
+        def made(self) -> Iterator[int]:
+            # all that is nobody else's has been lowered by now
+            assert [n for what, n, _ in program.done if what == "lower"] == [11]
+            yield 2
+
+    program = Program()
+    precompile([(program, (n,)) for n in (10, 11, 12, 13)], lambda args: False, Others())
+    assert [n for what, n, _ in program.done if what == "lower"] == [11, 12, 10, 13]
+    assert sorted(n for what, n, _ in program.done if what == "compile") == [10, 11, 12, 13]
 
 
 def test_what_fails_to_compile_says_so() -> None:
