@@ -177,7 +177,7 @@ class TorchBackend:
         self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
-        self.capture = None if self.eager else GraphPool(self.device, self.ops.asker)
+        self.capture = None if self.eager else GraphPool(self.device)
         self.programs: list[Program] = []
         if self.capture is not None and find_spec("triton"):
             from ..kernels_triton.ahead import know_triton

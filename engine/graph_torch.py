@@ -13,16 +13,12 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from .collector import Paused
-
-if TYPE_CHECKING:
-    from ..kernels_triton.weights_ahead import WeightsAhead
 
 log = logging.getLogger("octavo")
 
@@ -278,10 +274,10 @@ class Program:
 
 
 class GraphPool:
-    """Records CUDA graphs that share their memory. `asker` asks for weights in them, in the order of the run before."""
+    """Records CUDA graphs that share their memory."""
 
-    def __init__(self, device: torch.device, asker: WeightsAhead | None):
-        self.stream, self.asker = torch.cuda.Stream(device), asker
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def renew(self) -> None:
@@ -295,8 +291,7 @@ class GraphPool:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                with self.asker.learning() if self.asker else nullcontext():
-                    results = run()
+                results = run()
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         # the first call of a process is told too that the watch itself is a prototype
@@ -311,8 +306,7 @@ class GraphPool:
             # relaxed: what runs for the first time may load its kernels
             graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
             try:
-                with self.asker.recording() if self.asker else nullcontext():
-                    results = run()
+                results = run()
             finally:
                 graph.capture_end()
         now.wait_stream(self.stream)

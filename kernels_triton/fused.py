@@ -1,7 +1,5 @@
 """Small ops in Triton, each one launch: norms, the gate of an MLP, rope with the write of keys and values.
 
-Where a launch is given an Ask, some programs more ask for the next product's weight (weights_ahead.py).
-
 Every sum and product is in fp32, rounded once to what goes out. References: the plain ops of ops.py.
 """
 
@@ -14,7 +12,6 @@ import triton
 import triton.language as tl
 
 from .early import early, take_turn
-from .weights_ahead import Ask, asks, only_asks
 
 Tensor = torch.Tensor
 
@@ -22,15 +19,12 @@ PLACES = {order: tuple(order.split().index(a) for a in "npk") for order in ("n p
 GATE_TILE = 1024
 
 
-@triton.jit(do_not_specialize=["num_ahead", "num_askers"])
+@triton.jit
 def norm_kernel(
-    x, y, scale, total, out, eps, x_r, y_r, ahead, num_ahead, num_askers,
-    ASKS: tl.constexpr, BULK: tl.constexpr, KEEP: tl.constexpr,
+    x, y, scale, total, out, eps, x_r, y_r,
     E: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) * scale, or total = x + y and out = norm(total) * scale. A program a row."""
-    if ASKS and only_asks(ahead, num_ahead, num_askers, BULK, KEEP):
-        return
     take_turn(EARLY)
     r, c = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = c < E
@@ -64,15 +58,9 @@ def qk_norm_kernel(
     tl.store(k_out + (t * K + h) * D + c + 0 * g, normed, mask=is_k)
 
 
-@triton.jit(do_not_specialize=["num_ahead", "num_askers"])
-def gate_kernel(
-    x, out, ahead, num_ahead, num_askers,
-    ASKS: tl.constexpr, BULK: tl.constexpr, KEEP: tl.constexpr,
-    F: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def gate_kernel(x, out, F: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     """silu(gate) * up. Program (row, tile of columns)."""
-    if ASKS and only_asks(ahead, num_ahead, num_askers, BULK, KEEP):
-        return
     take_turn(EARLY)
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     inside = c < F
@@ -85,11 +73,10 @@ def gate_kernel(
 FEW_PROGRAMS, FEW, MANY = 4096, (1, 1), (4, 4)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_ahead", "num_askers"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def rope_write_kernel(
     q, k, v, q_scale, k_scale, cos, sin, blocks, offsets, q_out, k_pool, v_pool, eps, num_tokens,
-    q_t, q_k, q_g, k_t, k_k, v_t, v_k, kp_n, kp_p, kp_k, vp_n, vp_p, vp_k, ahead, num_ahead, num_askers,
-    ASKS: tl.constexpr, BULK: tl.constexpr, KEEP: tl.constexpr,
+    q_t, q_k, q_g, k_t, k_k, v_t, v_k, kp_n, kp_p, kp_k, vp_n, vp_p, vp_k,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr,
     VP: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -97,8 +84,6 @@ def rope_write_kernel(
 
     Program (TOKENS tokens, kv head): of each token a row for each of its queries, and one for its key.
     """
-    if ASKS and only_asks(ahead, num_ahead, num_askers, BULK, KEEP):
-        return
     take_turn(EARLY)
     t0, h = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1)
     H: tl.constexpr = D // 2
@@ -152,24 +137,23 @@ def norm_warps(size: int) -> int:
     return max(1, min(8, size // 512))
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float, ask: Ask | None = None) -> Tensor:
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean x^2 + eps) * scale over the last axis."""
-    rows, out, more = rows_of(x), empty(x.shape, x), asks(ask, x)
+    rows, out = rows_of(x), empty(x.shape, x)
     size = triton.next_power_of_2(x.shape[-1])
-    norm_kernel[(len(rows) + more["num_askers"],)](
-        rows, rows, scale, rows, out, eps, rows.stride(0), 0, **more,
+    norm_kernel[(len(rows),)](
+        rows, rows, scale, rows, out, eps, rows.stride(0), 0,
         E=x.shape[-1], B=size, ADD=False, **early(x.device, len(rows)), num_warps=norm_warps(size),
     )  # fmt: skip
     return out
 
 
-def add_rms_norm(x: Tensor, y: Tensor, scale: Tensor, eps: float, ask: Ask | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + y, its norm)."""
-    more = asks(ask, x)
     xs, ys, total, out = rows_of(x), rows_of(y), empty(x.shape, x), empty(x.shape, x)
     size = triton.next_power_of_2(x.shape[-1])
-    norm_kernel[(len(xs) + more["num_askers"],)](
-        xs, ys, scale, total, out, eps, xs.stride(0), ys.stride(0), **more,
+    norm_kernel[(len(xs),)](
+        xs, ys, scale, total, out, eps, xs.stride(0), ys.stride(0),
         E=x.shape[-1], B=size, ADD=True, **early(x.device, len(xs)), num_warps=norm_warps(size),
     )  # fmt: skip
     return total, out
@@ -186,15 +170,14 @@ def qk_norm(q_TKGD: Tensor, k_TKD: Tensor, q_scale: Tensor, k_scale: Tensor, eps
     return q_out, k_out
 
 
-def gated_mlp_act(x_TXF: Tensor, ask: Ask | None = None) -> Tensor:
+def gated_mlp_act(x_TXF: Tensor) -> Tensor:
     """silu(gate) * up."""
     x_TXF = x_TXF.contiguous()
     num_tokens, _, size = x_TXF.shape
     out = empty((num_tokens, size), x_TXF)
     tiles = triton.cdiv(size, GATE_TILE)
-    more = asks(ask, x_TXF, tiles)
-    gate_kernel[(num_tokens + more["num_askers"], tiles)](
-        x_TXF, out, **more, F=size, B=GATE_TILE, **early(x_TXF.device, num_tokens * tiles), num_warps=4,
+    gate_kernel[(num_tokens, tiles)](
+        x_TXF, out, F=size, B=GATE_TILE, **early(x_TXF.device, num_tokens * tiles), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -206,7 +189,7 @@ def serves(q_TKGD: Tensor, pools: dict[str, Tensor], order: str, rope: Any) -> b
 
 def rope_write(
     q_TKGD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Any, k: Tensor, v: Tensor, order: str, step: Any,
-    norm: tuple[Tensor, Tensor, float] | None = None, ask: Ask | None = None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """q turned; k turned and v put into the pools k and v, in place, at the step's slots.
 
@@ -217,11 +200,11 @@ def rope_write(
     value_dim, half = v_TKD.shape[-1], triton.next_power_of_2(dim // 2)
     q_scale, k_scale, eps = norm or (q_TKGD, q_TKGD, 0.0)
     tokens, warps = FEW if num_tokens * heads <= FEW_PROGRAMS else MANY
-    grid, more = (triton.cdiv(num_tokens, tokens), heads), asks(ask, q_TKGD, heads)
-    rope_write_kernel[(grid[0] + more["num_askers"], heads)](
+    grid = (triton.cdiv(num_tokens, tokens), heads)
+    rope_write_kernel[grid](
         q_TKGD, k_TKD, v_TKD, q_scale, k_scale, rope.cos_TD, rope.sin_TD, step.blocks_T, step.offsets_T, out, k, v,
         eps, num_tokens, *q_TKGD.stride()[:3], *k_TKD.stride()[:2], *v_TKD.stride()[:2],
-        k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h), **more,
+        k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h),
         K=heads, G=group, D=dim, V=value_dim,
         GP=triton.next_power_of_2(group + 1), HP=half, VP=triton.next_power_of_2(value_dim),
         TOKENS=tokens, NORM=norm is not None, num_warps=warps, **early(q_TKGD.device, grid[0] * heads),

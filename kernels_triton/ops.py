@@ -19,9 +19,9 @@ from .native import Native
 from .products import Packed, adds, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import arrivals, derive, expert_router, few_rows, fused, greatest, weights_ahead
+    from . import arrivals, derive, expert_router, few_rows, fused, greatest
 else:
-    arrivals = derive = expert_router = few_rows = fused = greatest = weights_ahead = None
+    arrivals = derive = expert_router = few_rows = fused = greatest = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -50,7 +50,6 @@ class TorchOps(Collectives):
         self.steps: Sequence[Any] = ()
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.tables: list[tuple[Any, tuple[Tensor, Tensor]]] = []
-        self.asker = weights_ahead.WeightsAhead() if weights_ahead else None
 
     def for_step(self, steps: Sequence[Any]) -> TorchOps:
         """A copy that remembers, for each group's step, what attention derives from it once for all layers."""
@@ -88,26 +87,12 @@ class TorchOps(Collectives):
         if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart):
             y = few_rows.einsum(spec, x, w, gate, add)
             if y is not None:
-                self._behind(x, w)
                 return y
         if add is not None and not (gate or self.pure or apart) and adds(x, w):
-            y = matmul_add(spec, x, w, add)
-            self._behind(x, w)
-            return y
-        y = matmul(spec, x, w)
-        self._behind(x, w)
-        y = self.psum_to(y, (reduce,), out)
+            return matmul_add(spec, x, w, add)
+        y = self.psum_to(matmul(spec, x, w), (reduce,), out)
         y = self.gated_mlp_act(y) if gate else y
         return y if add is None else add + y
-
-    def _behind(self, x: Tensor, w: Tensor | Packed, known: bool = True) -> None:
-        """The product of x with w was launched: time to ask for the next weight. `known`: which part of w it reads."""
-        if self.asker:
-            self.asker.behind(x, w, known)
-
-    def _ask(self) -> Any:
-        """What the kernel that is launched next asks for, beside its own work; or None."""
-        return self.asker.take() if self.asker else None
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
         """Hidden rows: those of the table, which may be sharded over "vocab"."""
@@ -122,7 +107,7 @@ class TorchOps(Collectives):
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean x^2 + eps) * scale over the last axis, fp32 inside."""
         if fused and x.is_cuda:
-            return fused.rms_norm(x, scale, eps, self._ask())
+            return fused.rms_norm(x, scale, eps)
         if self.native and self.native.norms(x, scale):
             return self.native.rms_norm(x, scale, eps)
         return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps).to(x.dtype)
@@ -130,7 +115,7 @@ class TorchOps(Collectives):
     def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + y, its norm)."""
         if fused and x.is_cuda:
-            return fused.add_rms_norm(x, y, scale, eps, self._ask())
+            return fused.add_rms_norm(x, y, scale, eps)
         z = x + y
         return z, self.rms_norm(z, scale, eps)
 
@@ -143,7 +128,7 @@ class TorchOps(Collectives):
     def gated_mlp_act(self, x_TXF: Tensor) -> Tensor:
         """silu(gate) * up, fp32 inside."""
         if fused and x_TXF.is_cuda:
-            return fused.gated_mlp_act(x_TXF, self._ask())
+            return fused.gated_mlp_act(x_TXF)
         if self.native and x_TXF.dtype is self.native.dtype:
             return self.native.gated_mlp_act(x_TXF)
         return F.silu(x_TXF[:, 0].float()).mul_(x_TXF[:, 1]).to(x_TXF.dtype)
@@ -177,9 +162,7 @@ class TorchOps(Collectives):
         """
         dtype, spread = x_TE.dtype, self.shards("experts", "expert_mlp")
         if not spread and not self.shards("tokens"):
-            y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, add, dtype)
-            self._behind(x_TE, gate_up_XEXF, known=False)
-            return y_TE
+            return experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, add, dtype)
         apart = tuple(name for name in spread if name in self.shards("replicas"))
         if apart:
             x_TE = self.mesh.all_gather(x_TE, apart, 0)
@@ -191,7 +174,6 @@ class TorchOps(Collectives):
         if self.shards("experts"):
             ids_TC = self._local_experts(ids_TC, len(gate_up_XEXF))
         y_TE = experts(x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE, None, torch.float32)
-        self._behind(x_TE, gate_up_XEXF, known=False)
         if apart:
             y_TE = self.mesh.reduce_scatter(y_TE, apart)
         y_TE = self.sum_to(y_TE, tuple(name for name in spread if name not in apart), HIDDEN).to(dtype)
@@ -240,8 +222,7 @@ class TorchOps(Collectives):
         """
         if fused and q_TKGD.is_cuda and fused.serves(q_TKGD, pools, order, rope):
             pools = {name: x.clone() for name, x in pools.items()} if self.pure else pools
-            kv = new["k"], new["v"], rope, pools["k"], pools["v"]
-            return fused.rope_write(q_TKGD, *kv, order, step, norm, self._ask()), pools
+            return fused.rope_write(q_TKGD, new["k"], new["v"], rope, pools["k"], pools["v"], order, step, norm), pools
         if norm is not None:
             q_TKGD, k_TKD = self.qk_norm(q_TKGD, new["k"], *norm)
             new = new | {"k": k_TKD}

@@ -87,27 +87,6 @@ def test_triton_reads_caches_of_8_bits(dtype: str, near: float) -> None:
             check(case, ("n p k d", "n k p d")[i % 2], codes, scaled, backend, near)
 
 
-@pytest.mark.skipif("torch" not in BACKENDS, reason="graphs are torch's")
-@pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("place", ["within", "between", "beside"])
-def test_weights_asked_for_ahead_change_no_token(place: str, bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small kernels that ask do their own work as ever; graphs with a fork are whole."""
-    import torch
-
-    from octavo.kernels_triton import few_rows, weights_ahead
-
-    device = few_rows.device_name(torch.device("cuda"))
-    monkeypatch.setitem(weights_ahead.TABLE, device, {})
-    want = tokens(engine(backend="torch", device="cuda", dtype="float32"), PROMPTS, GREEDY)
-    how = weights_ahead.Asking(1 << 20, place, bulk=bulk, keep=bulk)
-    monkeypatch.setitem(weights_ahead.TABLE, device, {64: how})
-    for warmup in ("lazy", "all"):
-        llm = engine(backend="torch", device="cuda", dtype="float32", warmup=warmup)
-        before = llm.backend.num_compiles()
-        assert tokens(llm, PROMPTS, GREEDY) == want
-        assert (llm.backend.num_compiles() == before) == (warmup == "all")
-
-
 @pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
 def test_products_of_few_rows_equal_float64_and_themselves() -> None:
     """Compiled, in bfloat16: splits are added up in one order, whoever comes last."""

@@ -19,7 +19,6 @@ from octavo.kernels_triton import (
     greatest,
     shared_prefix,
     triton_attention,
-    weights_ahead,
 )
 from octavo.models.interface import AttentionSpec
 
@@ -55,26 +54,12 @@ ATTENTION = (
 )
 
 
-NO_ASK = {"ASKS": False, "BULK": False, "KEEP": False}
-# how programs ask for a weight: (bulk, keep), and by which instruction
-ASKS = {
-    (True, False): "cp.async.bulk.prefetch.L2.global [",
-    (True, True): "cp.async.bulk.prefetch.L2.global.L2::cache_hint [",
-    (False, False): "prefetch.global.L2 [",
-    (False, True): "prefetch.global.L2::evict_last [",
-}
-
-
 def compile(
     name: str, kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3, cache: str = "*bf16"
-) -> str:
-    """Its PTX."""
-
+) -> None:
     def kind(argument: str) -> str:
         if argument == "real_out":
             return "*i1"
-        if argument == "ahead":
-            return "*u8"
         if argument in INTEGERS or argument.endswith("s_out"):
             return "*i32"
         if argument in FLOATS:
@@ -93,7 +78,7 @@ def compile(
         "x_r",
         *(a for a in kernel.arg_names if "_" in a and len(a.split("_")[-1]) == 1 and a.islower()),
     }
-    constants = NO_ASK | constants | {"EARLY": True}
+    constants = constants | {"EARLY": True}
     signature = {a: "i32" if a in numbers else kind(a) for a in kernel.arg_names}
     if "tables" in signature:
         signature["scale"] = "fp32"
@@ -106,21 +91,7 @@ def compile(
     constants = {a: x for a, x in constants.items() if a in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": "EARLY" in constants}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(name, compiled.metadata.shared)
-    return compiled.asm["ptx"]
-
-
-def compile_asking(name: str, kernel: Any, constants: dict[str, Any], num_warps: int) -> None:
-    """A kernel some of whose programs ask, in each way, by that instruction; and without any, where it does more."""
-    plain = "" if kernel is weights_ahead.ask_kernel else compile(name, kernel, constants, num_warps)
-    if "prefetch" in plain:
-        raise AssertionError(f"{name} asks for nothing, and has a prefetch")
-    for (bulk, keep), instruction in ASKS.items():
-        asked = constants | {"ASKS": True, "BULK": bulk, "KEEP": keep}
-        ptx = compile(f"{name}-asking-{'bulk' if bulk else 'lines'}{'-keep' * keep}", kernel, asked, num_warps)
-        if instruction not in ptx:
-            raise AssertionError(f"{name} has no {instruction}")
+    print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
 def main() -> None:
@@ -160,14 +131,12 @@ def main() -> None:
     size = {"V": 151936, "SIZE": 19456, "B": greatest.TILE}
     compile("argmax-part", greatest.part_kernel, size)
     compile("argmax-place", greatest.place_kernel, {"PARTS": 8, "P": 8}, num_warps=1)
-    compile_asking("ask", weights_ahead.ask_kernel, {}, 1)
-    compile_asking("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True}, 8)
+    compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
-    compile_asking("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE}, 4)
+    compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
     for name, tile, norm in (("rope_write", fused.FEW, False), ("rope_write-norm", fused.MANY, True)):
         tokens, warps = tile
-        constants = DIMS | {"GP": 8, "HP": 64, "TOKENS": tokens, "NORM": norm}
-        compile_asking(name, fused.rope_write_kernel, constants, warps)
+        compile(name, fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64, "TOKENS": tokens, "NORM": norm}, warps)
 
 
 if __name__ == "__main__":
