@@ -14,7 +14,7 @@ from .early import early, take_turn
 Tensor = torch.Tensor
 
 TILE = 1024
-PROGRAMS = 512  # that keep a device busy, if a row is long
+PROGRAMS = 2048  # that keep enough of a device's memory under way, if a row is long
 MOST_PARTS = 64  # of a row
 
 
@@ -25,7 +25,7 @@ def first_greatest(top_B, at_B):
     return top, tl.min(tl.where(top_B == top, at_B, 2147483647), 0)
 
 
-@triton.jit(do_not_specialize=["x_r"])
+@triton.jit
 def part_kernel(x, tops, places, x_r, V: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     """The greatest of SIZE numbers of a row. Program (row, part)."""
     take_turn(EARLY)
