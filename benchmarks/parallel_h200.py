@@ -31,11 +31,11 @@ from parallel_parts import PARTS, SPARE, USUAL, WORK, Part, put, shape_of
 from octavo.engine.bench.workloads import CONFIGS, write_config
 
 # seconds that a part has until it is through, or ready; and a timed one for each measurement
-START, MEASURE = 50.0, 20.0
+START, MEASURE = 65.0, 20.0
 SLOWER = {"cuda": 1, "cpu": 8}  # so many times as long
 MEASURES = 0.4  # of all the time: for them alone
-MOST = {"torch": 6, "jax": 5}  # parts of a backend at once
-CORES = 5  # of this machine, for each of them
+MOST = {"torch": 6, "jax": 8}  # parts of a backend at once
+CORES = 4  # of this machine, for each of them
 SHOWN = ("tokens", "told", "logprobs", "routed")  # too long to be printed
 
 
