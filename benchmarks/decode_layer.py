@@ -1,11 +1,10 @@
-"""What stands around the products of a decode step: norms of heads, rope, writes, attention; before and after.
+"""What stands around the products of a decode step: norms of heads, rope, writes, attention.
 
     python benchmarks/decode_layer.py
 
 Graphs of as many layers as the shapes have, each with keys and values of its own, on this GPU, in bfloat16;
-microseconds a layer. "old": norms of q and k and the sum of the splits are launches of their own. "norms": the first is
-within rope_write. "least N": the second is within decode too, and a split has at least N keys. Every way of a step is
-held against float64. Then rope_write alone over many tokens, by tokens and warps of a program. Below 40 s of the GPU.
+microseconds a layer. "apart": splits are put together by a launch of its own. "within": by decode. "within 128": by
+decode, and a split has at least 128 keys. Every way is held against float64. Below 20 s of the GPU.
 """
 
 from __future__ import annotations
@@ -29,25 +28,20 @@ from octavo.models.interface import AttentionSpec, Rope, Step
 DEVICE, HALF, DIM, BLOCK = torch.device("cuda", 0), torch.bfloat16, 128, 16
 # name: layers, kv heads, queries a head, whether heads are normed
 SHAPES = {"0.6b": (28, 8, 2, True), "8b": (32, 8, 4, False), "30b-a3b": (48, 4, 8, True)}
-ROWS, CONTEXTS, MOST = (1, 8, 64, 256), (200, 640, 4096), 4352
-LEASTS = (64, 128, 256, 512, 1024)
-TOKENS, TILES = (64, 256, 1024, 8192), ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
+POOL = 1 + 256 * 4096 // BLOCK  # blocks: as much as the largest steps need, and more than a cache holds
+# rows, context, width of the tables in tokens
+CASES = tuple((rows, context, 4352) for rows in (1, 8, 64) for context in (200, 640, 4096)) + ((256, 1000, 4352),)
+LONG = ((1, 32768, 32768), (8, 8192, 8192))  # of 8b alone
 
 
 class Way(NamedTuple):
-    """How a layer is computed: norms of heads apart, splits put together within decode, keys of a split at least."""
+    """Whether splits are put together within decode, and their keys at least where the device is not busy."""
 
-    apart: bool = False
     within: bool = True
-    least: int = 128
-    at_once: int = 8192
+    least: int = triton_attention.LEAST_KEYS
 
 
-def ways_of(rows: int, heads: int) -> dict[str, Way]:
-    plain = {"old": Way(apart=True, within=False), "norms": Way(within=False)}
-    if triton_attention.num_splits(rows * heads, MOST, DEVICE) == 1:
-        return {"old": Way(apart=True, within=False), "new": Way()}
-    return plain | {f"least {n}": Way(least=n) for n in LEASTS} | {"128, 2048 at once": Way(at_once=2048)}
+WAYS = {"apart": Way(within=False), "within": Way(), "within 128": Way(least=128)}
 
 
 class Bench:
@@ -66,11 +60,11 @@ class Bench:
         x = torch.randn((num_tokens, self.heads, self.group + 2, DIM), device=DEVICE, dtype=HALF)
         return x[:, :, :-2], x[:, :, -2], x[:, :, -1]
 
-    def step(self, rows: int, context: int, layer: int) -> Step:
+    def step(self, rows: int, context: int, width: int, layer: int) -> Step:
         """Of so many sequences of one length, whose blocks are this layer's own as far as there are enough."""
         need = -(-context // BLOCK)
         at = (layer * rows * need + torch.arange(rows * need, device=DEVICE)) % len(self.blocks)
-        tables = torch.zeros((rows, MOST // BLOCK), dtype=torch.int32, device=DEVICE)
+        tables = torch.zeros((rows, width // BLOCK), dtype=torch.int32, device=DEVICE)
         tables[:, :need] = self.blocks[at].view(rows, need)
         place = torch.full((rows,), context - 1, dtype=torch.int32, device=DEVICE)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
@@ -78,17 +72,15 @@ class Bench:
         return Step(none, place, none, none, tables[:, need - 1].contiguous(), offsets, place + 1, starts, tables,
                     True, {}, {})  # fmt: skip
 
-    def layer(self, way: Way, qkv: tuple[torch.Tensor, ...], rope: Rope, step: Step) -> tuple[torch.Tensor, ...]:
+    def layer(self, qkv: tuple[torch.Tensor, ...], rope: Rope, step: Step) -> tuple[torch.Tensor, ...]:
         """Queries as attention gets them, and its result."""
         q, k, v = qkv
         norm = (*self.scales, 1e-6) if self.normed else None
-        if way.apart and norm is not None:
-            (q, k), norm = fused.qk_norm(q, k, *norm), None
         q = fused.rope_write(q, k, v, rope, self.k, self.v, "n p k d", step, norm)
         plan = triton_attention.plan(step, self.spec, BLOCK)
         return q, triton_attention.attend(q, self.k, self.v, "n p k d", step, self.spec, None, plan)
 
-    def error(self, way: Way, calls: list[Callable[[], Any]], step: Step, context: int) -> float:
+    def error(self, calls: list[Callable[[], Any]], step: Step, context: int) -> float:
         """Of the first sequence of a layer, beside the largest number of float64's."""
         q, out = calls[0]()
         table = step.block_tables_SB[0].long()
@@ -127,54 +119,31 @@ def graph_us(calls: list[Callable[[], Any]]) -> float:
 
 
 def use(way: Way) -> None:
-    triton_attention.WITHIN, triton_attention.LEAST_KEYS = way.within, way.least
-    triton_attention.AT_ONCE = way.at_once
+    triton_attention.WITHIN, triton_attention.LEAST_KEYS = way
 
 
-def decode(name: str, num_blocks: int, measured: bool) -> Iterator[tuple[str, dict[str, float], float]]:
-    """For each number of rows and context: microseconds a layer of every way, and the worst error."""
+def cases(name: str, num_blocks: int, measured: bool) -> Iterator[tuple[str, dict[str, float], float]]:
+    """For each step: microseconds a layer of every way, and the worst error."""
     bench = Bench(name, num_blocks)
-    for rows in ROWS:
+    for rows, context, width in CASES + (LONG if name == "8b" else ()):
+        if not measured:
+            # which kernels there are is a matter of rows and width
+            context = min(context, 200)
         qkv, rope = bench.qkv(rows), rope_of(rows)
-        for context in CONTEXTS if measured else CONTEXTS[:1]:
-            steps = [bench.step(rows, context, n) for n in range(bench.layers if measured else 1)]
-            found, worst = {}, 0.0
-            for label, way in ways_of(rows, bench.heads).items():
-                use(way)
-                calls = [partial(bench.layer, way, qkv, rope, step) for step in steps]
-                if measured:
-                    worst = max(worst, bench.error(way, calls, steps[0], context))
-                    found[label] = graph_us(calls)
-                else:
-                    calls[0]()
-            yield f"{name} {rows} x {context}", found, worst
-    use(Way())
-
-
-def rope_write(name: str, num_blocks: int, measured: bool) -> Iterator[tuple[str, dict[str, float], float]]:
-    """For each number of tokens: microseconds of every tile, and of norms and rope_write apart as they were."""
-    bench, few, many = Bench(name, num_blocks), fused.FEW, fused.MANY
-    norm = (*bench.scales, 1e-6) if bench.normed else None
-    for num_tokens in TOKENS:
-        (q, k, v), rope = bench.qkv(num_tokens), rope_of(num_tokens)
-        slot = torch.randperm((num_blocks - 1) * BLOCK, device=DEVICE, dtype=torch.int32)[:num_tokens] + BLOCK
-        none = slot[:0]
-        step = Step(none, none, none, none, slot // BLOCK, slot % BLOCK, none, none, none, False, {}, {})
-
-        def old(q: Any = q, k: Any = k, v: Any = v, rope: Any = rope, step: Any = step) -> Any:
-            q, k = fused.qk_norm(q, k, *norm) if norm else (q, k)
-            return fused.rope_write(q, k, v, rope, bench.k, bench.v, "n p k d", step)
-
-        own = partial(fused.rope_write, q, k, v, rope, bench.k, bench.v, "n p k d", step, norm)
-        found = {}
-        for label, tile, call in (("old", (1, 1), old), *((f"{t} tokens, {w} warps", (t, w), own) for t, w in TILES)):
-            fused.FEW = fused.MANY = tile
+        steps = [bench.step(rows, context, width, n) for n in range(bench.layers if measured else 1)]
+        found, worst = {}, 0.0
+        for label, way in WAYS.items():
+            use(way)
+            calls = [partial(bench.layer, qkv, rope, step) for step in steps]
             if measured:
-                found[label] = graph_us([call] * 28)
+                (_, one), (_, other) = calls[0](), calls[0]()
+                assert torch.equal(one, other), f"{name}, {label}, {rows} x {context}: two runs differ"
+                worst = max(worst, bench.error(calls, steps[0], context))
+                found[label] = graph_us(calls)
             else:
-                call()
-        yield f"{name} rope_write x {num_tokens}", found, 0.0
-    fused.FEW, fused.MANY = few, many
+                calls[0]()
+        yield f"{name} {rows} x {context}", found, worst
+    use(Way())
 
 
 def main() -> None:
@@ -182,17 +151,15 @@ def main() -> None:
     counters(DEVICE)
     with rehearsal(DEVICE):
         for name in SHAPES:
-            list(decode(name, 1 + MOST // BLOCK * ROWS[-1] // 8, False))
-            list(rope_write(name, 1 + TOKENS[-1] // BLOCK, False))
+            list(cases(name, 1 + 64 * 200, False))
     print("compiled after", round(time.time() - started), "s", flush=True)
     lines = []
     for name in SHAPES:
-        for part, num_blocks in ((decode, 1 + ROWS[-1] * CONTEXTS[-1] // BLOCK), (rope_write, 1 << 14)):
-            for label, us, worst in part(name, num_blocks, True):
-                found[label] = {"us": us, "error": worst}
-                of_old = (f"{way} {x:.2f}" for way, x in us.items())
-                lines.append(f"{label}: {'; '.join(of_old)}" + (f"; error {worst:.1e}" if worst else ""))
-            torch.cuda.empty_cache()
+        for label, us, worst in cases(name, POOL, True):
+            found[label] = {"us": us, "error": worst}
+            of_ways = (f"{way} {x:.2f}" for way, x in us.items())
+            lines.append(f"{label}: {'; '.join(of_ways)}; error {worst:.1e}")
+        torch.cuda.empty_cache()
     assert not counters(DEVICE).any(), "a launch left its counters"
     out = Path(os.environ.get("OUT", Path(__file__).parent)) / "decode_layer.json"
     out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "found": found}, indent=0))

@@ -18,6 +18,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # a peak before any key. Finite, so that a hidden score, which is -inf, weighs 0 beside it: where both were large
 # numbers, a fused multiply-add left their rounding error (1e23) as an exponent
 NEVER = tl.constexpr(-1.0e30)
+# steps of putting splits together whose parts are on their way or being added
+ON_THEIR_WAY = tl.constexpr(5)
 
 
 @triton.jit
@@ -146,22 +148,26 @@ def share(length, low, splits, N: tl.constexpr, LEAST: tl.constexpr):
 def put_together(
     parts, peaks, sums, row_G, own_G, count, VP: tl.constexpr, GP: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """[GP, VP]: the values of `count` splits, whose parts lie behind one another from row_G on; C at a time."""
+    """[GP, VP]: the values of `count` splits, whose parts lie behind one another from row_G on; C in a step.
+
+    Those of later steps are on their way to shared memory meanwhile. No axis of splits: Triton 3.6 lays it across
+    warps, so that every sum is a trip through shared memory, and ptxas has few registers for loads in flight.
+    """
     # rows of nobody divide by one
     peak_G, sum_G = tl.full([GP], NEVER, tl.float32), tl.where(own_G, 0.0, 1.0)
     acc_GV, e = tl.zeros([GP, VP], tl.float32), tl.arange(0, VP)
-    for z0 in range(0, count, C):
-        z_C = z0 + tl.arange(0, C)
-        there_CG, row_CG = (z_C < count)[:, None] & own_G[None, :], z_C[:, None] + row_G[None, :]
-        of_CG = tl.load(peaks + row_CG, mask=there_CG, other=NEVER, cache_modifier=".cg")
-        sum_CG = tl.load(sums + row_CG, mask=there_CG, other=0.0, cache_modifier=".cg")
-        at_CGV = parts + row_CG[:, :, None] * VP + e[None, None, :]
-        part_CGV = tl.load(at_CGV, mask=there_CG[:, :, None], other=0.0, cache_modifier=".cg")
-        new_G = tl.maximum(peak_G, tl.max(of_CG, 0))
-        keep_G, weight_CG = tl.exp2(peak_G - new_G), tl.exp2(of_CG - new_G[None, :])
-        sum_G = sum_G * keep_G + tl.sum(sum_CG * weight_CG, 0)
-        acc_GV = acc_GV * keep_G[:, None] + tl.sum(part_CGV * weight_CG[:, :, None], 0)
-        peak_G = new_G
+    for z0 in tl.range(0, count, C, num_stages=ON_THEIR_WAY):
+        for i in tl.static_range(C):
+            there_G, at_G = own_G & (z0 + i < count), row_G + z0 + i
+            of_G = tl.load(peaks + at_G, mask=there_G, other=NEVER, cache_modifier=".cg")
+            more_G = tl.load(sums + at_G, mask=there_G, other=0.0, cache_modifier=".cg")
+            at_GV = parts + at_G[:, None] * VP + e[None, :]
+            part_GV = tl.load(at_GV, mask=there_G[:, None], other=0.0, cache_modifier=".cg")
+            new_G = tl.maximum(peak_G, of_G)
+            keep_G, weight_G = tl.exp2(peak_G - new_G), tl.exp2(of_G - new_G)
+            sum_G = sum_G * keep_G + more_G * weight_G
+            acc_GV = acc_GV * keep_G[:, None] + part_GV * weight_G[:, None]
+            peak_G = new_G
     return acc_GV / sum_G[:, None]
 
 
@@ -236,7 +242,9 @@ def decode(
                     last = is_last(turns + s * K + h, count)
                 if last:
                     g = tl.arange(0, GP)
-                    o_GV = put_together(parts, peaks, sums, row + g * num_parts, g < G, count, VP, GP, C)
+                    o_GV = put_together(
+                        parts + row * VP, peaks + row, sums + row, g * num_parts, g < G, count, VP, GP, C
+                    )
                     at_GV = out + ((t * K + h) * G + g)[:, None] * V + e[None, :]
                     own_GV = (g < G)[:, None] & (e < V)[None, :]
                     tl.store(at_GV, o_GV.to(out.dtype.element_ty), mask=own_GV)

@@ -69,38 +69,30 @@ def gate_kernel(x, out, F: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     tl.store(out + r * F + c, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-# of a program of rope_write: tokens, and warps. A grid of many programs of one warp leaves half of a device idle
-FEW_PROGRAMS, FEW, MANY = 4096, (1, 1), (4, 4)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def rope_write_kernel(
-    q, k, v, q_scale, k_scale, cos, sin, blocks, offsets, q_out, k_pool, v_pool, eps, num_tokens,
+    q, k, v, q_scale, k_scale, cos, sin, blocks, offsets, q_out, k_pool, v_pool, eps,
     q_t, q_k, q_g, k_t, k_k, v_t, v_k, kp_n, kp_p, kp_k, vp_n, vp_p, vp_k,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr,
-    VP: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    VP: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q and k turned, q put into q_out, k and v into their slots; NORM: each head of q and k is normed before.
 
-    Program (TOKENS tokens, kv head): of each token a row for each of its queries, and one for its key.
+    Program (token, kv head), a row for each of its queries, and one for its key.
     """
     take_turn(EARLY)
-    t0, h = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1)
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     H: tl.constexpr = D // 2
-    m, c = tl.arange(0, TOKENS * GP), tl.arange(0, HP)[None, :]
-    t_M, g_M = t0 + m // GP, m % GP
-    own_M = (t_M < num_tokens) & (g_M <= G)
-    is_q, is_k = (own_M & (g_M < G))[:, None] & (c < H), (own_M & (g_M == G))[:, None] & (c < H)
-    at_q, at_k = q + (t_M * q_t + h * q_k + g_M * q_g)[:, None] + c, k + (t_M * k_t + h * k_k)[:, None] + c
+    g, c, e = tl.arange(0, GP), tl.arange(0, HP)[None, :], tl.arange(0, VP)
+    is_q, is_k = (g < G)[:, None] & (c < H), (g == G)[:, None] & (c < H)
+    at_q, at_k = q + t * q_t + h * q_k + g[:, None] * q_g + c, k + t * k_t + h * k_k + 0 * g[:, None] + c
     a = tl.load(at_q, mask=is_q, other=0.0).to(tl.float32) + tl.load(at_k, mask=is_k, other=0.0).to(tl.float32)
     b = tl.load(at_q + H, mask=is_q, other=0.0).to(tl.float32) + tl.load(at_k + H, mask=is_k, other=0.0).to(tl.float32)
-    at_angle = (t_M * H)[:, None] + c
-    turn = tl.load(cos + at_angle, mask=is_q | is_k, other=0.0)
-    lift = tl.load(sin + at_angle, mask=is_q | is_k, other=0.0)
-    block_M = tl.load(blocks + t_M, mask=own_M, other=0).to(tl.int64)
-    offset_M = tl.load(offsets + t_M, mask=own_M, other=0)
+    turn = tl.load(cos + t * H + c, mask=c < H, other=0.0)
+    lift = tl.load(sin + t * H + c, mask=c < H, other=0.0)
+    block, offset = tl.load(blocks + t).to(tl.int64), tl.load(offsets + t)
     if NORM:
-        d = c + 0 * m[:, None]
+        d = c + 0 * g[:, None]
         of_a = tl.load(q_scale + d, mask=is_q, other=0.0) + tl.load(k_scale + d, mask=is_k, other=0.0)
         of_b = tl.load(q_scale + H + d, mask=is_q, other=0.0) + tl.load(k_scale + H + d, mask=is_k, other=0.0)
         norm = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
@@ -108,20 +100,15 @@ def rope_write_kernel(
         a = (a * norm * of_a.to(tl.float32)).to(q_out.dtype.element_ty).to(tl.float32)
         b = (b * norm * of_b.to(tl.float32)).to(q_out.dtype.element_ty).to(tl.float32)
     first, second = a * turn - b * lift, b * turn + a * lift
-    to_q = q_out + (((t_M * K + h) * G + g_M) * D)[:, None] + c
-    to_k = k_pool + (block_M * kp_n + offset_M * kp_p + h * kp_k)[:, None] + c
+    to_q = q_out + ((t * K + h) * G + g[:, None]) * D + c
+    to_k = k_pool + block * kp_n + offset * kp_p + h * kp_k + 0 * g[:, None] + c
     tl.store(to_q, first.to(q_out.dtype.element_ty), mask=is_q)
     tl.store(to_q + H, second.to(q_out.dtype.element_ty), mask=is_q)
     # rounded as the arrays of a layer are, then as the cache is
     tl.store(to_k, first.to(k.dtype.element_ty).to(k_pool.dtype.element_ty), mask=is_k)
     tl.store(to_k + H, second.to(k.dtype.element_ty).to(k_pool.dtype.element_ty), mask=is_k)
-    t_T, e = t0 + tl.arange(0, TOKENS), tl.arange(0, VP)[None, :]
-    is_v = (t_T < num_tokens)[:, None] & (e < V)
-    block_T = tl.load(blocks + t_T, mask=t_T < num_tokens, other=0).to(tl.int64)
-    offset_T = tl.load(offsets + t_T, mask=t_T < num_tokens, other=0)
-    value = tl.load(v + (t_T * v_t + h * v_k)[:, None] + e, mask=is_v, other=0.0)
-    to_v = v_pool + (block_T * vp_n + offset_T * vp_p + h * vp_k)[:, None] + e
-    tl.store(to_v, value.to(v_pool.dtype.element_ty), mask=is_v)
+    value = tl.load(v + t * v_t + h * v_k + e, mask=e < V, other=0.0)
+    tl.store(v_pool + block * vp_n + offset * vp_p + h * vp_k + e, value.to(v_pool.dtype.element_ty), mask=e < V)
 
 
 def empty(shape: Any, like: Tensor) -> Tensor:
@@ -199,14 +186,12 @@ def rope_write(
     (num_tokens, heads, group, dim), out = q_TKGD.shape, empty(q_TKGD.shape, q_TKGD)
     value_dim, half = v_TKD.shape[-1], triton.next_power_of_2(dim // 2)
     q_scale, k_scale, eps = norm or (q_TKGD, q_TKGD, 0.0)
-    tokens, warps = FEW if num_tokens * heads <= FEW_PROGRAMS else MANY
-    grid = (triton.cdiv(num_tokens, tokens), heads)
-    rope_write_kernel[grid](
+    rope_write_kernel[(num_tokens, heads)](
         q_TKGD, k_TKD, v_TKD, q_scale, k_scale, rope.cos_TD, rope.sin_TD, step.blocks_T, step.offsets_T, out, k, v,
-        eps, num_tokens, *q_TKGD.stride()[:3], *k_TKD.stride()[:2], *v_TKD.stride()[:2],
+        eps, *q_TKGD.stride()[:3], *k_TKD.stride()[:2], *v_TKD.stride()[:2],
         k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h),
         K=heads, G=group, D=dim, V=value_dim,
         GP=triton.next_power_of_2(group + 1), HP=half, VP=triton.next_power_of_2(value_dim),
-        TOKENS=tokens, NORM=norm is not None, num_warps=warps, **early(q_TKGD.device, grid[0] * heads),
+        NORM=norm is not None, num_warps=1, **early(q_TKGD.device, num_tokens * heads),
     )  # fmt: skip
     return out

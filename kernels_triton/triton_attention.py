@@ -18,13 +18,15 @@ from .fused import PLACES
 Tensor = torch.Tensor
 
 MAX_SPLITS = 64
-LEAST_KEYS = 128  # of a split: with fewer, putting the splits together costs more
-WITHIN = True  # splits are put together by decode, and not by a launch of its own
-AT_ONCE = 8192  # numbers of parts that a program has in flight when it puts them together
+# keys of a split at least: where decode puts the splits together, as long as each multiprocessor has a program at most,
+# and beyond that, when splitting only evens out; where a launch of its own does
+LEAST_KEYS, LEAST_WHEN_BUSY, LEAST_APART = 64, 1024, 128
+WITHIN = True  # splits of sequences that share no prefix are put together by decode, and not by a launch of its own
+AT_ONCE = 2048  # numbers of parts that are added in a step, when a program puts them together
 CHUNKS = 32  # sequences of several tokens that a step is expected to have
 RESIDENT = 4  # decode programs that a multiprocessor holds at a time
 # without a GPU, in the interpreter: so that splits and their reduction are run there too
-INTERPRETED_PROCESSORS = 2
+INTERPRETED_PROCESSORS = 8
 
 
 class Tiling(NamedTuple):
@@ -91,9 +93,14 @@ def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
     return Tiling(max(128, group), 64, 4, 3)
 
 
-def num_splits(programs: int, keys: int, device: torch.device) -> int:
+def least_keys(programs: int, within: bool, device: torch.device) -> int:
+    """Of a split, with so many programs when nothing is split."""
+    return LEAST_APART if not within else LEAST_KEYS if programs <= num_processors(device) else LEAST_WHEN_BUSY
+
+
+def num_splits(programs: int, keys: int, least: int, device: torch.device) -> int:
     """How many programs share a sequence's keys: enough to fill the device."""
-    return max(1, min(MAX_SPLITS, RESIDENT * num_processors(device) // programs, -(-keys // LEAST_KEYS)))
+    return max(1, min(MAX_SPLITS, RESIDENT * num_processors(device) // programs, -(-keys // least)))
 
 
 @cache
@@ -163,31 +170,34 @@ def launch_decode(
     tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype, k.dtype)
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
-    splits, shared = num_splits(num_seqs * heads, keys, q.device), step.shared
+    shared, wide = step.shared, triton.next_power_of_2(group)
+    within = WITHIN and shared is None
+    least = least_keys(num_seqs * heads, within, q.device)
+    splits = num_splits(num_seqs * heads, keys, least, q.device)
     num_parts = splits = splits if shared is None else min(splits, shared_prefix.MAX_PARTS // 2)
     if shared is not None:
         full = num_seqs * heads // shared.members_WC.shape[1]
-        num_parts += shared_prefix.num_splits(full, keys, num_processors(q.device), LEAST_KEYS)
+        num_parts += shared_prefix.num_splits(full, keys, num_processors(q.device), least)
     parts, peaks, sums, lengths, starts = q, q, q, step.lengths_S, step.query_starts_S1
-    prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": LEAST_KEYS}
+    prefixes, again = q if shared is None else shared.lengths_S, {"SHARED": shared is not None, "LEAST": least}
     if num_parts > 1:
         rows = num_seqs * heads * group * num_parts
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
         peaks, sums = torch.empty((2, rows), dtype=torch.float32, device=q.device)
-    within, wide = WITHIN and splits > 1 and shared is None, triton.next_power_of_2(group)
+    within = within and splits > 1
     kernels.decode[(heads, num_seqs, splits)](
         q, k, v, tables, lengths, starts, prefixes, q if sinks is None else sinks, out, parts, peaks, sums,
         counters(q.device) if within else q, spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
         **constants, **again, **early(q.device, heads * num_seqs * splits),
         SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
-        WITHIN=within, GP=wide, C=max(1, min(MAX_SPLITS, AT_ONCE // (wide * constants["VP"]))),
+        WITHIN=within, GP=wide, C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
         rows = min(prefill_tiling(spec, q.dtype).rows, shared.members_WC.shape[1] * triton.next_power_of_2(group))
         shared_prefix.launch(
             q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
-            Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), LEAST_KEYS,
+            Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), least,
         )  # fmt: skip
     if num_parts > 1 and not within:
         kernels.reduce[(heads * group, num_seqs)](

@@ -102,10 +102,10 @@ def main() -> None:
         constants |= {"M": tile.rows, "N": tile.keys}
         compile(f"decode-{kind[1:]}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)
-    least = {"LEAST": triton_attention.LEAST_KEYS}
+    least = {"LEAST": triton_attention.LEAST_APART}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
         constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
-        constants |= {"WITHIN": split and not shared, "GP": 4, "C": triton_attention.AT_ONCE // (4 * 128)}
+        constants |= {"WITHIN": split and not shared, "GP": 4, "C": 4}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
     rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
     for name, shared in (("reduce", False), ("reduce-shared", True)):
@@ -134,9 +134,8 @@ def main() -> None:
     compile("norm", fused.norm_kernel, {"E": 4096, "B": 4096, "ADD": True})
     compile("qk_norm", fused.qk_norm_kernel, {"K": 8, "G": 2, "D": 128, "B": 128, "GP": 4})
     compile("gate", fused.gate_kernel, {"F": 14336, "B": fused.GATE_TILE})
-    for name, tile, norm in (("rope_write", fused.FEW, False), ("rope_write-norm", fused.MANY, True)):
-        tokens, warps = tile
-        compile(name, fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64, "TOKENS": tokens, "NORM": norm}, warps)
+    for name, norm in (("rope_write", False), ("rope_write-norm", True)):
+        compile(name, fused.rope_write_kernel, DIMS | {"GP": 8, "HP": 64, "NORM": norm}, 1)
 
 
 if __name__ == "__main__":

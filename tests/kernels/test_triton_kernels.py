@@ -54,7 +54,7 @@ def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str)
 SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 1, 1), k_dim=64, v_dim=64)
 
 
-@pytest.mark.parametrize("within", [True, False], ids=["within", "apart"])
+@pytest.mark.parametrize(("within", "at_once"), [(True, 1), (True, 2048), (False, 1)], ids=["within", "by-4", "apart"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,9 +66,9 @@ SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 
     ],
     ids=lambda c: c.name,
 )
-def test_splits_are_put_together(case: Ragged, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_put_together(case: Ragged, within: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last to arrive, or apart; of some sequences all, of others one, a few at a time. Twice the same bits."""
-    for name, value in (("WITHIN", within), ("LEAST_KEYS", 32), ("AT_ONCE", 512)):
+    for name, value in (("WITHIN", within), ("LEAST_KEYS", 32), ("LEAST_APART", 32), ("AT_ONCE", at_once)):
         monkeypatch.setattr(triton_attention, name, value)
     monkeypatch.setattr(triton_attention, "num_processors", lambda device: 32)
     batch = make_batch(case)
@@ -77,6 +77,19 @@ def test_splits_are_put_together(case: Ragged, within: bool, monkeypatch: pytest
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
     np.testing.assert_array_equal(out, again)
     assert not out[len(want) :].any() and not counters(torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize(
+    ("programs", "splits"), [(8, 64), (32, 16), (64, 8), (132, 4), (136, 3), (256, 2), (264, 2), (272, 1)]
+)
+def test_busy_devices_split_long_contexts_alone(programs: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 132 multiprocessors: as many splits as fill them, of few keys only where some would have nothing to do."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(triton_attention, "num_processors", lambda device: 132)
+    least = triton_attention.least_keys(programs, True, cpu)
+    assert least == (64 if programs <= 132 else 1024) and triton_attention.least_keys(programs, False, cpu) == 128
+    assert triton_attention.num_splits(programs, 4352, least, cpu) == splits
+    assert triton_attention.num_splits(programs, least, least, cpu) == 1
 
 
 def test_a_tile_of_a_shared_prefix_has_as_many_members_as_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +156,10 @@ def test_gate(size: int) -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("tile", [(1, 1), (4, 4)], ids=["1-token", "4-tokens"])
 @pytest.mark.parametrize("order", ["n p k d", "n k p d"], ids=["token-major", "head-major"])
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (1, 7, 80), (2, 4, 128)])
-def test_rope_and_write(
-    heads: int, group: int, dim: int, order: str, tile: tuple[int, int], norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rope_and_write(heads: int, group: int, dim: int, order: str, norm: bool) -> None:
     """Against the plain formulas in float64; every other slot keeps what it held."""
-    monkeypatch.setattr(fused, "FEW", tile)
     rng, size, num_tokens = np.random.default_rng(3), 4, 5
     q, k, v = views(rng, num_tokens, heads, group, dim)
     scales = [torch.from_numpy(rng.uniform(0.5, 1.5, dim).astype(np.float32)) for _ in range(2)]
