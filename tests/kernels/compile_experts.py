@@ -18,12 +18,6 @@ TYPES = {
 }  # fmt: skip
 # Qwen3-30B-A3B
 SHAPE = {"X": 128, "C": 8, "E": 2048, "F": 768}
-Sizes = kernels.Sizes
-# ways that the engine does not take yet
-TRIED = (
-    Sizes(16, 128, 64, 4, 3, "joint", True), Sizes(16, 128, 64, 4, 3, "described"),
-    Sizes(128, 128, 64, 8, 3, "joint", halves=True), Sizes(128, 128, 64, 8, 3, "described", halves=True),
-)  # fmt: skip
 
 
 def compile(
@@ -44,12 +38,10 @@ def compile(
     print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
-def compile_product(name: str, cut: Sizes, direct: bool, float: str) -> None:
-    kernel, ones = (kernels.up_kernel, ", 1") if name.startswith("up") else (kernels.down_kernel, "")
-    flags = {"M": cut.rows, "N": cut.columns, "K": cut.depth, "WAY": cut.way, "ONCE": cut.once, "HALVES": cut.halves}
-    more = {"DIRECT": direct, "AHEAD": cut.ahead, "ADD": True}
-    types = {"w": f"tensordesc<{float[1:]}[1, {cut.depth}{ones}, {cut.columns}]>"} if cut.way == "described" else {}
-    compile(name, kernel, flags | more, cut.warps, cut.stages, float, types)
+def compile_product(name: str, cut: kernels.Sizes, direct: bool, float: str) -> None:
+    kernel = kernels.up_kernel if name.startswith("up") else kernels.down_kernel
+    constants = {"M": cut.rows, "N": cut.columns, "K": cut.depth, "DIRECT": direct, "ADD": True}
+    compile(name, kernel, constants, cut.warps, cut.stages, float)
 
 
 def main() -> None:
@@ -67,14 +59,9 @@ def main() -> None:
     compile("place", expert_blocks.place_kernel, listed | chunks | places)
     compile("sum", kernels.sum_kernel, {"B": kernels.SUM_TILE, "ADD": True})
     for itemsize, float in ((2, "*bf16"), (4, "*fp32")):
-        for pairs in (8, 8192, 65536):
+        for pairs in (8, 64, 512, 2048, 6640, 65536):
             for name, cut in zip(("up", "down"), kernels.product_sizes(pairs, 128, itemsize), strict=True):
-                direct = pairs <= expert_blocks.FEW_PAIRS
-                ahead = cut._replace(ahead=256 if direct and name == "down" else 0)
-                compile_product(f"{name}-{pairs}-{itemsize}", ahead, direct, float)
-    for i, cut in enumerate(TRIED):
-        for name in ("up", "down"):
-            compile_product(f"{name}-{cut.way}-{i}", cut, False, "*bf16")
+                compile_product(f"{name}-{pairs}-{itemsize}", cut, pairs <= expert_blocks.FEW_PAIRS, float)
 
 
 if __name__ == "__main__":
