@@ -151,7 +151,7 @@ def put_together(
     """[GP, VP]: the values of `count` splits, whose parts lie behind one another from row_G on; C in a step.
 
     Those of later steps are on their way to shared memory meanwhile. No axis of splits: Triton 3.6 lays it across
-    warps, so that every sum is a trip through shared memory, and ptxas has few registers for loads in flight.
+    warps, so that every sum is a trip through shared memory. Loads in flight to registers would take programs' room.
     """
     # rows of nobody divide by one
     peak_G, sum_G = tl.full([GP], NEVER, tl.float32), tl.where(own_G, 0.0, 1.0)
