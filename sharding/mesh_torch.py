@@ -7,6 +7,7 @@ others, several of which may live in one process (decision 025).
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 Kind = tuple[tuple[int, ...], torch.dtype]  # of an array: its shape, and of what
 TIMEOUT = 120.0  # seconds that a collective waits for a rank that is alive and does not come
 MEETING = 0.001  # seconds between looks at who has come
+ABORTING = 2.0  # seconds that breaking off what is under way may take
 
 
 def packed(arrays: Sequence[Tensor]) -> Tensor:
@@ -157,10 +159,17 @@ class TorchMesh:
         self.counts.clear()
 
     def abort(self) -> None:
-        """Ends what is under way, so that nobody waits for a process that is gone. The mesh is of no use afterwards."""
+        """Ends what is under way, so that nobody waits for a process that is gone. The mesh is of no use afterwards.
+
+        NCCL breaks its kernels off at once, but does not come back before the last CUDA graph with one of them is gone.
+        """
         self.is_aborted = True
-        for group in list(self.groups.values()):
-            group.abort()
+        threads = [threading.Thread(target=group.abort, daemon=True) for group in list(self.groups.values())]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + ABORTING
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _note(self, what: str, names: tuple[str, ...], result: Tensor) -> None:
         self.counts[what, names, result.numel() * result.element_size()] += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +164,23 @@ def test_who_waits_for_one_that_is_gone_can_be_told() -> None:
         return "told"
 
     assert on_every_rank(run, {"tp": 2}) == ["told", ""]
+
+
+def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's does for CUDA graphs that use it."""
+    monkeypatch.setattr("octavo.sharding.mesh_torch.ABORTING", 0.1)
+    let_go, ended = threading.Event(), threading.Event()
+
+    class Group:
+        def __init__(self, abort: Callable[[], Any]) -> None:
+            self.abort = abort
+
+    mesh = TorchMesh({"tp": 1}, 0, dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+    mesh.groups = {("tp",): Group(let_go.wait), ("pp",): Group(ended.set)}
+    began = time.monotonic()
+    mesh.abort()
+    assert ended.is_set() and time.monotonic() - began < 5
+    let_go.set()
 
 
 def test_all_that_will_talk_can_connect_beforehand() -> None:
