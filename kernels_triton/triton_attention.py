@@ -21,7 +21,6 @@ MAX_SPLITS = 64
 # keys of a split at least: where decode puts the splits together, as long as each multiprocessor has a program at most,
 # and beyond that, when splitting only evens out; where a launch of its own does
 LEAST_KEYS, LEAST_WHEN_BUSY, LEAST_APART = 64, 1024, 128
-WITHIN = True  # splits of sequences that share no prefix are put together by decode, and not by a launch of its own
 AT_ONCE = 2048  # numbers of parts that are added in a step, when a program puts them together
 CHUNKS = 32  # sequences of several tokens that a step is expected to have
 RESIDENT = 4  # decode programs that a multiprocessor holds at a time
@@ -91,6 +90,14 @@ def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
     if widest > 128:
         return Tiling(max(64, group), 32, 4, 2)
     return Tiling(max(128, group), 64, 4, 3)
+
+
+def sums_within(programs: int, device: torch.device) -> bool:
+    """Whether decode puts splits together, with so many programs when nothing is split.
+
+    Few programs have many splits each, whose sum is better shared out by a launch of its own (docs/LOG.md).
+    """
+    return programs > num_processors(device) // 4
 
 
 def least_keys(programs: int, within: bool, device: torch.device) -> int:
@@ -171,7 +178,7 @@ def launch_decode(
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
     shared, wide = step.shared, triton.next_power_of_2(group)
-    within = WITHIN and shared is None
+    within = shared is None and sums_within(num_seqs * heads, q.device)
     least = least_keys(num_seqs * heads, within, q.device)
     splits = num_splits(num_seqs * heads, keys, least, q.device)
     num_parts = splits = splits if shared is None else min(splits, shared_prefix.MAX_PARTS // 2)

@@ -68,8 +68,9 @@ SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 
 )
 def test_splits_are_put_together(case: Ragged, within: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last to arrive, or apart; of some sequences all, of others one, a few at a time. Twice the same bits."""
-    for name, value in (("WITHIN", within), ("LEAST_KEYS", 32), ("LEAST_APART", 32), ("AT_ONCE", at_once)):
+    for name, value in (("LEAST_KEYS", 32), ("LEAST_APART", 32), ("AT_ONCE", at_once)):
         monkeypatch.setattr(triton_attention, name, value)
+    monkeypatch.setattr(triton_attention, "sums_within", lambda programs, device: within)
     monkeypatch.setattr(triton_attention, "num_processors", lambda device: 32)
     batch = make_batch(case)
     out, again = (attend(backend_of("torch", "triton"), batch, "n p k d") for _ in range(2))
@@ -86,6 +87,7 @@ def test_busy_devices_split_long_contexts_alone(programs: int, splits: int, monk
     """On 132 multiprocessors: as many splits as fill them, of few keys only where some would have nothing to do."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(triton_attention, "num_processors", lambda device: 132)
+    assert triton_attention.sums_within(programs, cpu) == (programs >= 64)
     least = triton_attention.least_keys(programs, True, cpu)
     assert least == (64 if programs <= 132 else 1024) and triton_attention.least_keys(programs, False, cpu) == 128
     assert triton_attention.num_splits(programs, 4352, least, cpu) == splits
