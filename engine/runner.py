@@ -35,6 +35,7 @@ from .batch import (
     sampling_input,
     step_input,
 )
+from .collector import Paused
 from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, TableWrite, Transfer
@@ -438,10 +439,12 @@ class Runner:
         rows of the last layer come out of every mixed step.
         """
         before = self.backend.num_compiles()
-        if not self.is_rehearsed:
-            # after a sleep all kernels are there
-            self.backend.rehearse(rehearsal(self))
-            self.is_rehearsed = True
-        self.backend.precompile(self.every_call(), self.recipe)
-        run_joined(self)
+        # programs are made of much that is kept: a collector would look at all of it again and again
+        with Paused():
+            if not self.is_rehearsed:
+                # after a sleep all kernels are there
+                self.backend.rehearse(rehearsal(self))
+                self.is_rehearsed = True
+            self.backend.precompile(self.every_call(), self.recipe)
+            run_joined(self)
         return self.backend.num_compiles() - before

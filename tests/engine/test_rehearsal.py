@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from recorder import graphs_on_a_cpu
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
 
 from octavo.engine import LLM
+from octavo.engine.backend_torch import TorchBackend
 from octavo.engine.graph_torch import arrays_of, describe
 from octavo.engine.parallel.pipeline import Stage
 from octavo.engine.runner import Runner
@@ -123,3 +125,18 @@ def test_a_stage_rehearses_what_it_prepares(monkeypatch: pytest.MonkeyPatch) -> 
             getattr(program, run)(*xs)
             seen[-1].add((getattr(program.fn.func, "func", program.fn.func).__name__, len(xs)))
     assert seen[0] == seen[1] and ("forward_all", 3) in seen[0]
+
+
+def test_nothing_is_collected_while_programs_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, precompile = of_one_kind(), [], TorchBackend.precompile
+    graphs_on_a_cpu(monkeypatch)
+
+    def watched(self: TorchBackend, *args: Any) -> None:
+        seen.append(gc.isenabled())
+        precompile(self, *args)
+
+    monkeypatch.setattr(TorchBackend, "precompile", watched)
+    llm = LLM(model, weights=weights_of(model), backend="torch", block_size=8, max_num_seqs=2, max_model_len=32,
+              max_num_batched_tokens=32, num_gpu_blocks_override=10, warmup="lazy", threads=1)  # fmt: skip
+    assert llm.runner.warm_up() > 0
+    assert seen == [False] and gc.isenabled()
