@@ -36,12 +36,19 @@ class Blocked(Packed):
     def pack(self, plain: Tensor) -> Tensor:
         depth, columns = plain.shape
         pair, tiles = pairs(plain.dtype), -(-columns // TILE)
-        padded = torch.nn.functional.pad(plain, (0, tiles * TILE - columns))
-        return padded.view(depth // pair, pair, tiles, TILE).permute(2, 0, 3, 1).contiguous()
+        matrix = plain.new_empty((tiles, depth // pair, TILE, pair))
+        self.native.pack(plain, matrix)
+        return matrix
 
     def unpack(self) -> Tensor:
         plain = self.matrix.permute(1, 3, 0, 2).reshape(self.depth, -1)
         return plain[:, : self.tail.numel()]
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of a table, without a copy of it."""
+        if self.first or self.shared != 1 or len(self.tail) != 1:
+            return super().look_up(ids)
+        return self.native.look_up(self.matrix, ids, self.depth, self.tail.numel())
 
     def times(
         self, x: Tensor, norm: tuple[Tensor, float] | None = None, gate: bool = False, add: Tensor | None = None

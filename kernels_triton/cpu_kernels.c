@@ -269,6 +269,32 @@ int has_products(void) { return PRODUCTS; }
 #if PRODUCTS
 #define VECTORS (TILE / WIDTH)
 
+// a matrix [depth, columns] of any strides, laid out in tiles; columns beyond are 0
+void pack(const real *matrix, int64_t m_k, int64_t m_n, real *tiles, int64_t depth, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t j = 0; j < (columns + TILE - 1) / TILE; j++)
+        for (int64_t k = 0; k < depth; k += PAIR)
+            for (int64_t c = 0; c < TILE; c++)
+                for (int64_t p = 0; p < PAIR; p++) {
+                    int64_t n = j * TILE + c;
+                    tiles[(j * depth + k) * TILE + c * PAIR + p] = n < columns ? matrix[(k + p) * m_k + n * m_n] : 0;
+                }
+}
+
+// out [count, depth]: columns of the matrix; false, and nothing done, if one is none of them
+int look_up(
+    const real *tiles, const int32_t *ids, real *out, int64_t count, int64_t depth, int64_t columns, int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= columns) return 0;
+#pragma omp parallel for num_threads(threads) if (count * depth > FEW)
+    for (int64_t i = 0; i < count; i++) {
+        const real *column = tiles + ids[i] / TILE * depth * TILE + ids[i] % TILE * PAIR;
+        for (int64_t k = 0; k < depth; k += PAIR, column += TILE * PAIR)
+            memcpy(out + i * depth + k, column, PAIR * sizeof(real));
+    }
+    return 1;
+}
+
 // out [rows, TILE] = x [rows, depth] times a tile; `rows` is a constant wherever this is inlined, so sums stay in registers
 INLINE void tile_of(const int rows, const real *x, int64_t x_r, const real *w, int64_t depth, float *out) {
     sums sum[ROWS][VECTORS];

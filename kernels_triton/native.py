@@ -38,6 +38,8 @@ SIGNATURES = {
     "gate_up": (P, P, N, N, I),
     "rope_write": (*(P,) * 10, *(N,) * 18, I),
     "attend": (*(P,) * 7, *(N,) * 15, F, I),
+    "pack": (P, N, N, P, N, N, I),
+    "look_up": (P, P, P, N, N, N, I),
     "product": (P, N, P, P, F, P, P, N, N, N, I, I),
 }
 
@@ -103,9 +105,9 @@ class Native:
     def __init__(self, dtype: torch.dtype, library: Path):
         self.dtype, self.library = dtype, ctypes.CDLL(str(library))
         self.has_products = bool(self.library.has_products())
-        for name in SIGNATURES if self.has_products else SIGNATURES.keys() - {"product"}:
+        for name in SIGNATURES if self.has_products else SIGNATURES.keys() - {"pack", "look_up", "product"}:
             function = getattr(self.library, name)
-            function.argtypes, function.restype = SIGNATURES[name], None
+            function.argtypes, function.restype = SIGNATURES[name], I if name == "look_up" else None
 
     def norms(self, x: Tensor, scale: Tensor) -> bool:
         """Whether rms_norm is for them."""
@@ -166,6 +168,20 @@ class Native:
             dim, k.shape[p], ks[n], ks[p], ks[h], vs[n], vs[p], vs[h], spec.window or NO_WINDOW, spec.scale,
             torch.get_num_threads(),
         )  # fmt: skip
+        return out
+
+    def pack(self, matrix: Tensor, tiles: Tensor) -> None:
+        """Fills the tiles of a matrix [depth, columns] of any strides."""
+        self.library.pack(
+            matrix.data_ptr(), *matrix.stride(), tiles.data_ptr(), *matrix.shape, torch.get_num_threads()
+        )  # fmt: skip
+
+    def look_up(self, tiles: Tensor, ids: Tensor, depth: int, columns: int) -> Tensor:
+        """[ids, depth]: columns of the matrix."""
+        ids, out = ids.int().contiguous(), torch.empty((ids.shape[0], depth), dtype=self.dtype)
+        threads = torch.get_num_threads()
+        if not self.library.look_up(tiles.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, columns, threads):
+            raise IndexError(f"ids {int(ids.min())} .. {int(ids.max())} of a table of {columns} rows")
         return out
 
     def product(

@@ -16,7 +16,7 @@ from .blocked import Blocked
 from .collectives import HIDDEN, WHOLE, Collectives
 from .experts import experts
 from .native import Native
-from .products import Packed, adds, matmul, matmul_add, pack
+from .products import Packed, adds, look_up, matmul, matmul_add, pack
 
 if find_spec("triton"):
     from . import arrivals, derive, expert_router, few_rows, fused, greatest
@@ -96,12 +96,11 @@ class TorchOps(Collectives):
 
     def embed(self, table_VE: Tensor | Packed, ids_T: Tensor) -> Tensor:
         """Hidden rows: those of the table, which may be sharded over "vocab"."""
-        rows_VE = table_VE if isinstance(table_VE, Tensor) else table_VE.rows
         if not self.shards("vocab"):
-            return rows_VE.index_select(0, self.constrain(ids_T, (None,), HIDDEN[:1]))
-        local_T = ids_T - self.axis_index("vocab") * len(rows_VE)
-        mine_T = (local_T >= 0) & (local_T < len(rows_VE))
-        found_TE = rows_VE.index_select(0, torch.where(mine_T, local_T, 0))
+            return look_up(table_VE, self.constrain(ids_T, (None,), HIDDEN[:1]))
+        local_T = ids_T - self.axis_index("vocab") * table_VE.shape[0]
+        mine_T = (local_T >= 0) & (local_T < table_VE.shape[0])
+        found_TE = look_up(table_VE, torch.where(mine_T, local_T, 0))
         return self.psum_to(torch.where(mine_T[:, None], found_TE, 0), ("vocab",), HIDDEN)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:

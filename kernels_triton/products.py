@@ -52,6 +52,10 @@ class Packed:
         plain = self.unpack()
         return (plain if self.first else plain.t()).reshape(self.shape)
 
+    def look_up(self, ids: Tensor) -> Tensor:
+        """weight[ids]."""
+        return self.rows.index_select(0, ids)
+
     @cached_property
     def rows(self) -> Tensor:
         """The same, kept: a tied table is looked up in as well, which the blocked form cannot do."""
@@ -104,6 +108,11 @@ def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
         return (x.reshape(-1, depth) @ w.reshape(depth, -1)).reshape(*free, *tail)
     tail, depth = w.shape[: w.ndim - shared], w.shape[w.ndim - shared :].numel()
     return F.linear(x.reshape(-1, depth), w.reshape(-1, depth)).reshape(*free, *tail)
+
+
+def look_up(table: Tensor | Packed, ids: Tensor) -> Tensor:
+    """table[ids]."""
+    return table.index_select(0, ids) if isinstance(table, Tensor) else table.look_up(ids)
 
 
 def adds(x: Tensor, w: Tensor | Packed) -> bool:

@@ -103,6 +103,18 @@ def test_products_equal_float64(products: Native, product: str, rows: int) -> No
         torch.testing.assert_close(got.double(), want + more.double(), **_limits(products, 2e-5))
 
 
+def test_a_tied_table_is_looked_up_in_where_it_lies(products: Native) -> None:
+    ops, table = TorchOps(native=products), _make((101, 14), 6, products.dtype)
+    packed = ops.prepare(table, _spec(table, "re,ve->rv"))
+    assert isinstance(packed, Blocked)
+    for ids in (torch.tensor([0, 100, 3, 3, 31, 32], dtype=torch.int32), torch.arange(101).repeat(20)):
+        assert torch.equal(ops.embed(packed, ids), table[ids])
+    for wrong in (-1, 101):
+        with pytest.raises(IndexError, match="of a table of 101 rows"):
+            ops.embed(packed, torch.tensor([0, wrong], dtype=torch.int32))
+    assert "rows" not in vars(packed)
+
+
 @pytest.mark.parametrize("size", [32, 96, 40], ids=["one tile", "three tiles", "no whole tiles"])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_a_product_with_norm_and_gate_equals_float64(products: Native, rows: int, size: int) -> None:
