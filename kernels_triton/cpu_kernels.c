@@ -1,7 +1,9 @@
-// What a step does on a CPU, in one pass each: norms, gates, rope with the write of keys and values, attention, products.
+// What a step does on a CPU, in one pass each: norms, gates, rope with the write of keys and values, attention,
+// products.
 //
-// Compiled by native.py on the machine that runs it, once a dtype: `real` is bfloat16 with -DBF16, else float32. Sums and
-// products are in float32, rounded once to what goes out. Strides are in elements, named array_axis; references: ops.py.
+// Compiled by native.py on the machine that runs it, once a dtype: `real` is bfloat16 with -DBF16, else float32. Sums
+// and products are in float32, rounded once to what goes out. Strides are in elements, named array_axis; references:
+// ops.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -62,7 +64,8 @@ INLINE void norm_row(const real *x, const real *scale, float eps, int64_t size, 
 }
 
 // x / sqrt(mean x^2 + eps) * scale of each row of x [rows, size]
-void rms_norm(const real *x, int64_t x_r, const real *scale, float eps, real *out, int64_t rows, int64_t size, int threads) {
+void rms_norm(
+    const real *x, int64_t x_r, const real *scale, float eps, real *out, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > FEW)
     for (int64_t r = 0; r < rows; r++) norm_row(x + r * x_r, scale, eps, size, out + r * size);
 }
@@ -90,16 +93,18 @@ INLINE void turn(const real *x, const float *cos, const float *sin, int64_t half
 void rope_write(
     const real *q, const real *k, const real *v, const float *cos, const float *sin, const int32_t *blocks,
     const int32_t *offsets, real *q_out, real *k_pool, real *v_pool, int64_t tokens, int64_t heads, int64_t group,
-    int64_t dim, int64_t v_dim, int64_t q_t, int64_t q_k, int64_t q_g, int64_t k_t, int64_t k_k, int64_t v_t, int64_t v_k,
-    int64_t kp_n, int64_t kp_p, int64_t kp_k, int64_t vp_n, int64_t vp_p, int64_t vp_k, int threads) {
+    int64_t dim, int64_t v_dim, int64_t q_t, int64_t q_k, int64_t q_g, int64_t k_t, int64_t k_k, int64_t v_t,
+    int64_t v_k, int64_t kp_n, int64_t kp_p, int64_t kp_k, int64_t vp_n, int64_t vp_p, int64_t vp_k, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens * heads * group * dim > FEW)
     for (int64_t t = 0; t < tokens; t++) {
         const float *c = cos + t * dim / 2, *s = sin + t * dim / 2;
         for (int64_t h = 0; h < heads; h++) {
             for (int64_t g = 0; g < group; g++)
                 turn(q + t * q_t + h * q_k + g * q_g, c, s, dim / 2, q_out + ((t * heads + h) * group + g) * dim);
-            turn(k + t * k_t + h * k_k, c, s, dim / 2, k_pool + blocks[t] * kp_n + offsets[t] * kp_p + h * kp_k);
-            memcpy(v_pool + blocks[t] * vp_n + offsets[t] * vp_p + h * vp_k, v + t * v_t + h * v_k, v_dim * sizeof(real));
+            real *key = k_pool + blocks[t] * kp_n + offsets[t] * kp_p + h * kp_k;
+            real *value = v_pool + blocks[t] * vp_n + offsets[t] * vp_p + h * vp_k;
+            turn(k + t * k_t + h * k_k, c, s, dim / 2, key);
+            memcpy(value, v + t * v_t + h * v_k, v_dim * sizeof(real));
         }
     }
 }
@@ -135,8 +140,8 @@ INLINE float total(lanes x) {
     return x[0] + x[1];
 }
 
-// `count` queries of one token and kv head over the keys first .. end of its sequence; heads of vectors * LANES. `count`
-// and `vectors` are constants wherever this is inlined in haste. `score`: count * (end - first) floats
+// `count` queries of one token and kv head over the keys first .. end of its sequence; heads of vectors * LANES. Both
+// are constants where this is inlined for common sizes. `score`: count * (end - first) floats
 INLINE void attend_some(
     const int vectors, const int count, const real *q, const Pools *p, const int32_t *table, int64_t h, int64_t first,
     int64_t end, float scale, real *out, float *score) {
@@ -182,8 +187,8 @@ INLINE void attend_some(
             for (int c = 0; c < LANES; c++) out[(g * vectors + i) * LANES + c] = down(sum[g][i][c]);
 }
 
-// Causal attention of sequences of up to `most` queries over their blocks; rows of others are left as they are, and those
-// of padding become 0. q and out [T, K, G, D]; `window` keys of a query are seen.
+// Causal attention of sequences of up to `most` queries over their blocks; rows of others are left as they are, and
+// those of padding become 0. q and out [T, K, G, D]; `window` keys of a query are seen.
 void attend(
     const real *q, const real *k, const real *v, const int32_t *starts, const int32_t *lengths, const int32_t *tables,
     real *out, int64_t tokens, int64_t seqs, int64_t tables_s, int64_t most, int64_t heads, int64_t group, int64_t dim,
@@ -224,7 +229,8 @@ void attend(
     }
 }
 
-// Weights of products lie in tiles of TILE columns, [tile, depth, column]; in bfloat16 two of a column's rows lie together.
+// Weights of products lie in tiles of TILE columns, [tile, depth, column]; in bfloat16 two of a column's rows lie
+// together.
 #define TILE 32
 
 #if defined(__AVX512BF16__) && defined(BF16)
@@ -295,12 +301,20 @@ int look_up(
     return 1;
 }
 
-// out [rows, TILE] = x [rows, depth] times a tile; `rows` is a constant wherever this is inlined, so sums stay in registers
-INLINE void tile_of(const int rows, const real *x, int64_t x_r, const real *w, int64_t depth, float *out) {
+// What a product asks for while it works: `step` bytes of memory for each PAIR of a tile's rows, 0 for none.
+typedef struct {
+    const char *from;
+    int64_t step;
+} Ahead;
+
+// out [rows, TILE] = x [rows, depth] times a tile; `rows` is a constant where this is inlined: sums stay in registers
+INLINE void tile_of(
+    const int rows, const real *x, int64_t x_r, const real *w, int64_t depth, float *out, Ahead ahead) {
     sums sum[ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sum[r][v] = zeros();
-    for (int64_t k = 0; k < depth; k += PAIR, w += PAIR * TILE) {
+    for (int64_t k = 0; k < depth; k += PAIR, w += PAIR * TILE, ahead.from += ahead.step) {
+        if (ahead.step) __builtin_prefetch(ahead.from);
         values column[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) column[v] = load(w + v * WIDTH * PAIR);
@@ -315,15 +329,24 @@ INLINE void tile_of(const int rows, const real *x, int64_t x_r, const real *w, i
         for (int v = 0; v < VECTORS; v++) store(out + r * TILE + v * WIDTH, sum[r][v]);
 }
 
-static void tile_product(int rows, const real *x, int64_t x_r, const real *w, int64_t depth, float *out) {
+static void tile_product(
+    int rows, const real *x, int64_t x_r, const real *w, int64_t depth, float *out, Ahead ahead) {
 #define CASE(n) \
-    case n: tile_of(n, x, x_r, w, depth, out); break;
+    case n: tile_of(n, x, x_r, w, depth, out, ahead); break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if ROWS > 6
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
+}
+
+// The part of the tile behind `tile` that is asked for in one of `parts` passes over `tile`: the first pass over a tile
+// waits for memory, and the others leave it idle. Of few passes the first is most, and asking is in its way; of many,
+// little.
+static Ahead next_tile(const real *tile, int64_t depth, int64_t part, int64_t parts) {
+    const int64_t step = parts >= 4 && parts <= 16 ? (PAIR * TILE * sizeof(real) + parts - 1) / parts : 0;
+    return (Ahead){(const char *)(tile + depth * TILE) + depth / PAIR * step * part, step};
 }
 
 // out [rows, columns] = x times the weight w. With `scale` each row of x goes through rms_norm first; with `gate` w has
@@ -345,9 +368,10 @@ void product(
         int64_t width = columns - j * TILE < TILE ? columns - j * TILE : TILE;
         for (int64_t part = 0; part < parts; part++) {
             int64_t from = rows * part / parts, count = rows * (part + 1) / parts - from;
-            tile_product(count, x + from * x_r, x_r, w + j * depth * TILE, depth, y);
+            const real *tile = w + j * depth * TILE, *up_tile = tile + tiles * depth * TILE;
+            tile_product(count, x + from * x_r, x_r, tile, depth, y, next_tile(tile, depth, part, parts));
             if (gate) {
-                tile_product(count, x + from * x_r, x_r, w + (tiles + j) * depth * TILE, depth, upper);
+                tile_product(count, x + from * x_r, x_r, up_tile, depth, upper, next_tile(up_tile, depth, part, parts));
 #pragma omp simd
                 for (int64_t i = 0; i < count * TILE; i++) y[i] = gated(y[i], upper[i]);
             }
