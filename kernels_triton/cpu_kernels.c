@@ -233,7 +233,7 @@ void attend(
 // together.
 #define TILE 32
 
-#if defined(__AVX512BF16__) && defined(BF16)
+#if defined(__AVX512BF16__) && defined(BF16) && !defined(__AMX_BF16__)
 #include <immintrin.h>
 // on Zen 4 a product of 32 numbers takes four times as long as one of 16
 #define PRODUCTS 1
