@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from .triton_tiles import product
 
+FEW_PAIRS = 16  # that are not sorted: two tokens seldom go through the same expert
 MOST_PAIRS = 4096  # that are sorted by comparing all with all, which XLA makes one kernel of
 
 
@@ -32,7 +33,10 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Pairs sorted by expert, those of no expert last; and each block's expert (-1: it is none), first row and end."""
+    """Pairs sorted by expert, those of no expert last; and each block's expert (-1: it is none), first row and end.
+
+    Few pairs stay in their order, each a block.
+    """
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -46,12 +50,13 @@ def product_sizes(num_pairs: int, num_experts: int, itemsize: int) -> tuple[Size
         return Sizes(16, 32, 32, 4, 2), Sizes(16, 32, 32, 4, 2)
     # as measured on an H200 at Qwen3-30B-A3B's shape, in kernels_triton
     if num_pairs <= 64:
-        return Sizes(16, 32, 128, 4, 4), Sizes(16, 64, 128, 4, 4)
+        return Sizes(16, 64, 128, 4, 5), Sizes(16, 64, 128, 4, 4)
     if num_pairs <= 24 * num_experts:
-        return Sizes(16, 64, 64, 4, 4), Sizes(16, 128, 64, 4, 4)
+        rows = 16 if num_pairs <= 8 * num_experts else 32
+        return Sizes(rows, 128, 64, 4, 3), Sizes(rows, 128, 64, 4, 4)
     if num_pairs <= 96 * num_experts:
         return Sizes(64, 64, 64, 4, 4), Sizes(64, 128, 64, 4, 4)
-    return Sizes(128, 128, 64, 8, 3), Sizes(128, 256, 64, 8, 3)
+    return Sizes(128, 128, 64, 8, 3), Sizes(128, 128, 64, 8, 3)
 
 
 def cut(ids_TC: jax.Array, num_experts: int, rows: int) -> Blocks:
@@ -59,6 +64,8 @@ def cut(ids_TC: jax.Array, num_experts: int, rows: int) -> Blocks:
     ids_P = ids_TC.reshape(-1)
     num_pairs = ids_P.shape[0]
     pair_P = jnp.arange(num_pairs, dtype=jnp.int32)
+    if num_pairs <= FEW_PAIRS:
+        return Blocks(pair_P, jnp.where(ids_P < num_experts, ids_P, -1), pair_P, pair_P + 1)
     if num_pairs <= MOST_PAIRS:
         same_PP = (ids_P[None] == ids_P[:, None]) & (pair_P[None] < pair_P[:, None])
         place_P = ((ids_P[None] < ids_P[:, None]) | same_PP).sum(1, dtype=jnp.int32)

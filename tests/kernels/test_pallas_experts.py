@@ -85,6 +85,7 @@ def test_kernels_reach_beyond_no_array(case: str, size: int, monkeypatch: pytest
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_hold_every_pair_of_an_expert_once(case: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_PAIRS", most)
+    monkeypatch.setattr(kernels, "FEW_PAIRS", 0)
     ids = np.array(CASES[case], np.int32)
     blocks = jax.tree.map(np.asarray, jax.jit(partial(kernels.cut, num_experts=5, rows=16))(ids))
     flat, seen = ids.reshape(-1), []
@@ -97,6 +98,17 @@ def test_blocks_hold_every_pair_of_an_expert_once(case: str, most: int, monkeypa
     assert seen == list(range((flat < 5).sum()))
 
 
+@pytest.mark.parametrize("few", [0, kernels.FEW_PAIRS], ids=["sorted", "as they are"])
+@pytest.mark.parametrize("case", [[[3, 1]], [[2]], [[5, 5]], [[0, 5], [5, 3], [0, 2]]], ids=str)
+def test_few_pairs_need_no_sorting(case: list[list[int]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FEW_PAIRS", few)
+    monkeypatch.setattr(kernels, "plt", Poisoned())
+    x, w, up, down, want = case_of(case, poisoned=True)
+    run = partial(kernels.experts.__wrapped__, interpret=True, sizes=CUTS["small"])
+    got = jax.jit(run)(x, w, np.array(case, np.int32), up, down)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("float32", "op"))
+
+
 def shapes(num_tokens: int, dtype: Any) -> list[Any]:
     """Those of Qwen3-30B-A3B."""
     sizes = ((num_tokens, 2048), dtype), ((num_tokens, 8), jnp.float32), ((num_tokens, 8), jnp.int32)
@@ -104,7 +116,7 @@ def shapes(num_tokens: int, dtype: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("num_tokens", [1, 256, 8192])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 8192])
 def test_kernels_lower_for_cuda(num_tokens: int, dtype: Any) -> None:
     # a newer JAX asks which card it lowers for
     device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
