@@ -1,10 +1,11 @@
-"""Where the start-up of the torch path goes on a GPU, in seconds by phase: cold, warm, and warm again beside a sampler.
+"""Where the start-up of the torch path goes on a GPU, in seconds by phase: cold, warm, and warm beside a sampler.
 
     python benchmarks/startup_torch.py [--model qwen3-0.6b]
 
 Each start is a process of its own, with warmup="all" and the arguments of `octavo bench marks`; "cold" has an empty
-cache of Triton's. Phases exclude one another; what is between them is "rest". With the sampler, what the main thread
-does every 5 ms is counted. Numbers go to $OUT/startup_torch.json, or beside this file.
+cache of Triton's, "rehearsed" has a full one, and "warm" remembers what was launched too. Phases exclude one another;
+what is between them is "rest". With the sampler, what the main thread does every 5 ms is counted. Numbers go to
+$OUT/startup_torch.json, or beside this file.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def watch_engine(clock: Clock) -> None:
     from octavo.engine import build, runner, runners, weights_source
     from octavo.engine.backend_torch import TorchBackend
     from octavo.engine.graph_torch import GraphPool, Inputs, Program
+    from octavo.kernels_triton import remembered
 
     def name_of(program: Any) -> str:
         fn = program.fn.func
@@ -126,6 +128,7 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(runner, "empty_cache", "cache")
     clock.watch(TorchBackend, "rehearse", "rehearsal: the rest")
     clock.watch(Program, "rehearse", lambda program, *_: f"rehearsal: {name_of(program)}")
+    clock.watch(remembered, "recall", "kernels recalled")
     clock.watch(Future, "exception", "rehearsal: waiting for compilers")
     clock.watch(Inputs, "__init__", "inputs: places")
     clock.watch(Inputs, "fill", "inputs: filled")
@@ -138,7 +141,7 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(JITFunction, "run", lambda *_, **__: f"Triton launches, {clock.stack[-1].partition(':')[0]}")
 
 
-def work(model: str, began: float, sampled: bool) -> dict[str, Any]:
+def work(model: str, began: float, run: str, folder: str) -> dict[str, Any]:
     """One start-up, in this process."""
     clock = Clock(began)
     clock._count()
@@ -150,7 +153,7 @@ def work(model: str, began: float, sampled: bool) -> dict[str, Any]:
     from octavo.engine.bench.marks_worker import start
 
     clock.leave()
-    if sampled:
+    if run == "sampled":
         sampler.start()
     clock.enter("import torch")
     threading.Thread(target=wake_gpu, daemon=True).start()
@@ -158,8 +161,11 @@ def work(model: str, began: float, sampled: bool) -> dict[str, Any]:
 
     clock.leave()
     clock.enter("import the rest")
-    import octavo.engine.backend_torch  # noqa: F401
+    from octavo.engine import backend_torch, build
 
+    # lists of this benchmark's own
+    vars(build)["cache_dir"] = lambda: Path(folder)
+    backend_torch.REMEMBERS = run != "rehearsed"
     clock.leave()
     clock.enter("put under the clock")
     watch_engine(clock)
@@ -180,9 +186,9 @@ def work(model: str, began: float, sampled: bool) -> dict[str, Any]:
     }
 
 
-def fresh(model: str, cache: str, sampled: bool) -> dict[str, Any]:
+def fresh(model: str, cache: str, run: str) -> dict[str, Any]:
     """One start-up, in a process of its own."""
-    job = json.dumps({"model": model, "began": time.time(), "sampled": sampled})
+    job = json.dumps({"model": model, "began": time.time(), "run": run, "folder": cache})
     done = subprocess.run(
         [sys.executable, __file__, "--job", job], env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE
     )
@@ -213,7 +219,7 @@ def main() -> None:
         print(json.dumps(work(**json.loads(args.job))))
         return
     with tempfile.TemporaryDirectory() as cache:
-        found = {run: fresh(args.model, cache, run == "sampled") for run in ("cold", "warm", "sampled")}
+        found = {run: fresh(args.model, cache, run) for run in ("cold", "rehearsed", "warm", "sampled")}
     out = Path(os.environ.get("OUT") or Path(__file__).parent) / "startup_torch.json"
     out.write_text(json.dumps({args.model: found}, indent=1), encoding="utf-8")
     print_tables(found)

@@ -73,8 +73,11 @@ class Backend(Protocol):
         """fn, called with ops, as a program. The argument named by `consumes` is not to be touched after a call."""
         ...
 
-    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Compiles kernels that these calls will launch, if they are compiled apart from programs. Changes nothing."""
+    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
+        """Compiles kernels that these calls will launch, if they are compiled apart from programs. Changes nothing.
+
+        Those of a recipe may be known from an earlier start.
+        """
         ...
 
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:

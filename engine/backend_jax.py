@@ -306,7 +306,7 @@ class JaxBackend:
             use_compile_cache(str(Path(self.cache_dir) / "xla"))
         return found or Held(program, steady)
 
-    def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
+    def rehearse(self, calls: Iterable[tuple[Any, tuple]], recipe: Recipe | None = None) -> None:
         """Nothing: kernels are compiled with the programs they are in."""
 
     def precompile(self, calls: Iterable[tuple[Any, tuple]], recipe: Recipe | None = None) -> None:

@@ -6,11 +6,12 @@ On a GPU they become CUDA graphs (graph_torch.py), except in pure mode and under
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +26,15 @@ from ..kernels_triton.ops import TorchOps
 from ..kernels_triton.products import Packed
 from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
+from .fingerprint import UnknownCode, fingerprint
 from .graph_torch import GraphPool, Program
 from .parallel.replicas_torch import TorchReplicas
 from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..sharding.mesh_torch import TorchMesh
+
+log = logging.getLogger("octavo")
 
 Tensor = torch.Tensor
 # tuples: a union would be made anew at each of the hundreds of calls a step
@@ -39,6 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # of a step that is worth a graph. An eager launch of a Triton kernel takes the host up to 90 us, so that even 8,192
 # tokens of a small model wait for it (45 ms against 26); beyond, padding to a recorded size costs more than it saves
 GRAPH_TOKENS = 8192
+REMEMBERS = True  # whether an engine's kernels are known from its last start, and not rehearsed
 
 
 class Void(Tensor):
@@ -141,7 +146,8 @@ class StaticInputs:
 class TorchBackend:
     """torch on one device. `dtype` is that of weights and cache whose spec leaves it open.
 
-    `compiled` is the folder of kernels that a CPU's own C compiler makes; None, or `eager`: none are used.
+    `compiled` is the folder of kernels that a CPU's own C compiler makes, and of lists of Triton's that an engine
+    launches; None: no such kernels and lists, `eager`: no such kernels.
 
     `mesh` is this process's place among others, and `rules` say how they share arrays: this one then holds its own
     shard of each, evenly cut.
@@ -179,6 +185,9 @@ class TorchBackend:
         self.graph_tokens: int | None = None if self.eager else GRAPH_TOKENS
         self.capture = None if self.eager else GraphPool(self.device)
         self.programs: list[Program] = []
+        self.compiled = Path(compiled) if compiled else None
+        self.kernel_list: Path | None = None  # of what is rehearsed, until its programs are made
+        self.rehearsed: list[Any] = []
         if self.capture is not None and find_spec("triton"):
             from ..kernels_triton.ahead import know_triton
 
@@ -253,19 +262,55 @@ class TorchBackend:
 
         return run
 
-    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    def rehearse(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
         """Compiles the Triton kernels of these calls side by side, launching none that is missing. On a CPU: nothing.
 
-        Arguments must be padding: what is no kernel of ours is computed.
+        Those of a recipe are remembered: no call is made where they are known. Arguments must be padding: what is no
+        kernel of ours is computed.
         """
         if self.device.type == "cpu" or not find_spec("triton"):
             return
         from ..kernels_triton.ahead import rehearsal
+        from ..kernels_triton.remembered import Kernel, recall
 
-        with rehearsal(self.device):
+        self.kernel_list, self.rehearsed = self._list_of(recipe), []
+        if self.kernel_list and recall(self.kernel_list, self.device):
+            return
+        with rehearsal(self.device, lambda fn, about: self.rehearsed.append(Kernel.of(fn, about))):
             for program, xs in calls:
                 if isinstance(program, Program):
                     program.rehearse(*xs)
+
+    def _list_of(self, recipe: Recipe | None) -> Path | None:
+        """The file that says which kernels a recipe launches here; None if it can have none."""
+        if recipe is None or self.compiled is None or not REMEMBERS:
+            return None
+        # of the cache's size no kernel knows, and what else decides shows when a kernel is missing
+        arguments = {name: x for name, x in recipe.arguments.items() if name != "num_blocks"}
+        machine = torch.__version__, torch.cuda.get_device_name(self.device), self.dtype
+        try:
+            key = fingerprint((recipe.model, recipe.layout, arguments, [str(x) for x in machine]))
+        except UnknownCode:
+            return None
+        return self.compiled / "triton" / f"{key}.json"
+
+    @contextmanager
+    def _remembered(self) -> Iterator[None]:
+        """What is launched inside is what the list is kept or dropped by."""
+        path, self.kernel_list = self.kernel_list, None
+        if path is None:
+            yield
+            return
+        from ..kernels_triton.remembered import drop, keep, noted
+
+        missed: list[Any] = []
+        with noted(missed):
+            yield
+        if self.rehearsed:
+            keep(path, self.rehearsed + missed)
+        elif missed:
+            log.info("%d kernels were not remembered: the next start rehearses", len(missed))
+            drop(path)
 
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:
         """Records the graphs of these calls; of those too large for one, the largest is run. Eagerly: nothing.
@@ -274,14 +319,15 @@ class TorchBackend:
         Running is what compiles kernels and loads libraries, so arguments must be padding: they are computed.
         """
         largest: dict[Program, tuple[Any, ...]] = {}
-        for program, xs in calls:
-            if isinstance(program, Program):
-                if program.is_captured(xs):
-                    program.prepare(*xs)
-                else:
-                    largest[program] = xs
-        for program, xs in largest.items():
-            program.prepare(*xs)
+        with self._remembered():
+            for program, xs in calls:
+                if isinstance(program, Program):
+                    if program.is_captured(xs):
+                        program.prepare(*xs)
+                    else:
+                        largest[program] = xs
+            for program, xs in largest.items():
+                program.prepare(*xs)
 
     def consume(self, tree: Any) -> Any:
         """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""

@@ -443,7 +443,7 @@ class Runner:
         with Paused():
             if not self.is_rehearsed:
                 # after a sleep all kernels are there
-                self.backend.rehearse(rehearsal(self))
+                self.backend.rehearse(rehearsal(self), self.recipe)
                 self.is_rehearsed = True
             self.backend.precompile(self.every_call(), self.recipe)
             run_joined(self)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -56,35 +56,57 @@ def compiled(fn: Any, specialization: str) -> Any:
 
 
 @contextmanager
-def rehearsal(device: torch.device) -> Iterator[None]:
-    """What this thread runs inside launches no kernel that is missing. All of those are there and loaded at the end."""
-    me, asked = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
+def compilers(device: torch.device) -> Iterator[Callable[[Any, str], None]]:
+    """Threads for the kernels that what this yields is given. All of those are there and loaded at the end."""
     # a thread begins with the first GPU, whichever its maker uses; "cuda" alone is that one
     used = (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
+    asked: list[Future[Any]] = []
+
+    def compile(fn: Any, specialization: str) -> None:
+        # made here: of two threads that find none, one would lose its kernels
+        _ = fn.device_caches[driver.active.get_current_device()]  # pyright: ignore[reportAttributeAccessIssue]
+        asked.append(pool.submit(compiled, fn, specialization))
+
+    know_triton()
+    initializer = torch.cuda.set_device if used else None
+    with ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
+        try:
+            yield compile
+        finally:
+            for future in asked:
+                if error := future.exception():
+                    # whoever launches it gets the error; perhaps nobody does
+                    log.info("a kernel could not be compiled ahead: %s", error)
+    for future in asked:
+        if not future.exception():
+            # asking for what launches it loads it, which a recording forbids unless it is relaxed
+            _ = future.result().run
+    log.info("compiled %d kernels ahead", len(asked))
+
+
+@contextmanager
+def rehearsal(device: torch.device, told: Callable[[Any, str], None] | None = None) -> Iterator[None]:
+    """What this thread runs inside launches no kernel that is missing. All of those are there and loaded at the end.
+
+    `told` hears of each what Triton's hook said of its function, and its specialization.
+    """
+    me, seen = threading.get_ident(), set[tuple[str, str]]()
 
     def missing(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
         """Triton asks before it compiles; True: it neither compiles nor launches."""
         if threading.get_ident() != me:
             return False
-        if (fn.name, key) not in asked:
-            asked[fn.name, key] = pool.submit(compiled, fn.jit_function, compile["specialization_data"])
+        if (fn.name, key) not in seen:
+            seen.add((fn.name, key))
+            ask(fn.jit_function, compile["specialization_data"])
+            if told:
+                told(fn, compile["specialization_data"])
         return True
 
-    know_triton()
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
-    initializer = torch.cuda.set_device if used else None
-    with ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
+    with compilers(device) as ask:
+        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
         try:
             with Zeros():
                 yield
         finally:
-            for future in asked.values():
-                if error := future.exception():
-                    # whoever launches it gets the error; perhaps nobody does
-                    log.info("a kernel could not be compiled ahead: %s", error)
             knobs.runtime.jit_cache_hook = before
-    for future in asked.values():
-        if not future.exception():
-            # asking for what launches it loads it, which a recording forbids unless it is relaxed
-            _ = future.result().run
-    log.info("compiled %d kernels ahead", len(asked))

@@ -46,7 +46,7 @@ class NumpyBackend:
         """fn itself. What it consumes is not touched: scatter copies."""
         return partial(fn, ops=self.ops)
 
-    def rehearse(self, calls: Iterable[tuple[Any, tuple]]) -> None:
+    def rehearse(self, calls: Iterable[tuple[Any, tuple]], recipe: Recipe | None = None) -> None:
         """Nothing: there are no kernels."""
 
     def precompile(self, calls: Iterable[tuple[Any, tuple[Any, ...]]], recipe: Recipe | None = None) -> None:

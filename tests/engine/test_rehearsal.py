@@ -6,13 +6,16 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch  # noqa: F401
+import torch
 from recorder import graphs_on_a_cpu
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
 
@@ -22,6 +25,7 @@ from octavo.engine.graph_torch import arrays_of, describe
 from octavo.engine.parallel.pipeline import Stage
 from octavo.engine.runner import Runner
 from octavo.engine.warm_up import rehearsal
+from octavo.kernels_triton import ahead, remembered
 from octavo.kernels_triton.products import Packed
 from octavo.models import qwen3_moe
 from octavo.models.interface import Mixture, ModelSpec, Routing
@@ -102,9 +106,60 @@ def test_missing_kernels_are_compiled_and_not_launched() -> None:
     assert first.splitlines()[0] == "zeros True" and sorted(first.splitlines()[1:]) == [
         f"compiled {n}" for n in kernels
     ]
+    then, recalled = then.split("remembered ")
     known, larger = then.split("larger\n")
     assert known.splitlines() == [f"launched {n}" for n in (kernels[0], *kernels)]
     assert larger.splitlines() == ["compiled norm_kernel", "launched norm_kernel"]
+    lines = recalled.splitlines()
+    assert lines[0] == "False" and sorted(lines[1:3]) == [f"compiled {n}" for n in kernels] and lines[3] == "True"
+    assert lines[4:7] == known.splitlines()
+    assert lines[7:] == [*larger.splitlines(), "missed norm_kernel", "changed False"]
+
+
+class Rehearsed:
+    """Stands for Triton's side on a CPU: how often programs were rehearsed, and what is found missing later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.times, self.late = 0, []
+        monkeypatch.setattr(ahead, "rehearsal", self.rehearsal)
+        monkeypatch.setattr(remembered, "recall", lambda path, device: path.exists())
+        monkeypatch.setattr(remembered, "noted", self.noted)
+
+    @contextmanager
+    def rehearsal(self, device: Any, told: Any) -> Iterator[None]:
+        self.times += 1
+        yield
+        told(SimpleNamespace(module="m", name="f", jit_function=SimpleNamespace(cache_key="k")), "{}")
+
+    @contextmanager
+    def noted(self, kernels: list[Any]) -> Iterator[None]:
+        yield
+        kernels += self.late
+
+
+def test_an_engine_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, seen = of_one_kind(), Rehearsed(monkeypatch)
+    graphs_on_a_cpu(monkeypatch)
+
+    def start(**arguments: Any) -> int:
+        """How often that has rehearsed."""
+        given = {"block_size": 8, "max_num_seqs": 2, "max_model_len": 32, "num_gpu_blocks_override": 10} | arguments
+        llm = LLM(model, weights=weights_of(model), backend="torch", warmup="lazy", threads=1, **given)
+        llm.backend.compiled, llm.backend.device = tmp_path, torch.device("cuda")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        before = seen.times
+        llm.backend.rehearse(iter(()), llm.runner.recipe)
+        llm.backend.precompile(iter(()), llm.runner.recipe)
+        return seen.times - before
+
+    assert [start(), start(), start(num_gpu_blocks_override=12)] == [1, 0, 0]
+    assert [start(max_num_seqs=4), start(max_num_seqs=4)] == [1, 0]
+    (tmp_path / "triton").rename(tmp_path / "lost")
+    assert [start(), start()] == [1, 0]
+    seen.late = [remembered.Kernel("m", "g", "k", "{}")]
+    assert [start(), start()] == [0, 1]
+    seen.late = []
+    assert start() == 0
 
 
 def test_a_stage_rehearses_what_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
@@ -15,6 +18,7 @@ from triton.runtime import driver
 
 from octavo.kernels_triton import fused
 from octavo.kernels_triton.ahead import rehearsal
+from octavo.kernels_triton.remembered import Kernel, keep, noted, recall
 
 SHARED = 227 * 1024
 
@@ -47,7 +51,8 @@ class NoDevice:
 
 
 def compiled(*, fn: Any, **_: Any) -> None:
-    print("compiled", fn.name.rpartition(".")[2])
+    # at once: threads say it
+    sys.stdout.write(f"compiled {fn.name.rpartition('.')[2]}\n")
 
 
 def ops() -> list[torch.Tensor]:
@@ -59,7 +64,8 @@ def ops() -> list[torch.Tensor]:
 def main() -> None:
     driver.set_active(NoDevice())
     knobs.runtime.jit_post_compile_hook = compiled
-    with rehearsal(torch.device("cpu")):
+    known: list[Kernel] = []
+    with rehearsal(torch.device("cpu"), lambda fn, about: known.append(Kernel.of(fn, about))):
         print("zeros", all(not x.any() for x in ops()))
     print("rehearsed")
     ops()
@@ -67,6 +73,25 @@ def main() -> None:
     # of another size, which nobody rehearsed
     x = torch.ones(3, 128, dtype=torch.bfloat16)
     fused.rms_norm(x, x[0], 1e-5)
+    remember(known)
+
+
+def remember(known: list[Kernel]) -> None:
+    """As another process would, which has compiled nothing yet."""
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "lists" / "one.json"
+    print("remembered", recall(path, torch.device("cpu")))
+    keep(path, known)
+    for kernel in known:
+        getattr(fused, kernel.name).device_caches.clear()
+    print(recall(path, torch.device("cpu")))
+    missed: list[Kernel] = []
+    with noted(missed):
+        ops()
+        x = torch.ones(3, 128, dtype=torch.bfloat16)
+        fused.rms_norm(x, x[0], 1e-5)
+    print("missed", *(kernel.name for kernel in missed))
+    keep(path, [replace(known[0], source="another")])
+    print("changed", recall(path, torch.device("cpu")))
 
 
 if __name__ == "__main__":
