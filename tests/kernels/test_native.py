@@ -230,6 +230,20 @@ def test_a_library_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert all(path.suffix == ".so" for path in folder.iterdir())
 
 
+def test_a_library_that_others_may_have_written_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled anew, in its place."""
+    monkeypatch.setattr(native, "build", lambda command, library: library.write_bytes(b"ours"))
+    library = native.compiled(torch.float32, tmp_path)
+    library.write_bytes(b"theirs")
+    library.chmod(0o777)
+    native.compiled(torch.float32, tmp_path)
+    assert library.read_bytes() == b"ours"
+    library.chmod(0o755)
+    library.write_bytes(b"kept")
+    native.compiled(torch.float32, tmp_path)
+    assert library.read_bytes() == b"kept"
+
+
 def test_a_library_is_compiled_anew_for_another_source_or_other_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
