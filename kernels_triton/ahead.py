@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ log = logging.getLogger("octavo")
 
 EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 KNOWING = threading.Lock()
+SWITCH = 0.001  # seconds that a thread has Python's lock while others want it, as long as kernels are compiled
 
 
 class Zeros(TorchFunctionMode):
@@ -56,6 +58,17 @@ def compiled(fn: Any, specialization: str) -> Any:
 
 
 @contextmanager
+def switching(seconds: float) -> Iterator[None]:
+    """Threads give way after that long, not 5 ms: every op of torch lets go of the lock, and waits for it again."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
 def compilers(device: torch.device) -> Iterator[Callable[[Any, str], None]]:
     """Threads for the kernels that what this yields is given. All of those are there and loaded at the end."""
     # a thread begins with the first GPU, whichever its maker uses; "cuda" alone is that one
@@ -69,7 +82,7 @@ def compilers(device: torch.device) -> Iterator[Callable[[Any, str], None]]:
 
     know_triton()
     initializer = torch.cuda.set_device if used else None
-    with ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
+    with switching(SWITCH), ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
         try:
             yield compile
         finally:

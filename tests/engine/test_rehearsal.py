@@ -195,3 +195,11 @@ def test_nothing_is_collected_while_programs_are_made(monkeypatch: pytest.Monkey
               max_num_batched_tokens=32, num_gpu_blocks_override=10, warmup="lazy", threads=1)  # fmt: skip
     assert llm.runner.warm_up() > 0
     assert seen == [False] and gc.isenabled()
+
+
+def test_threads_switch_as_before_once_kernels_are_there() -> None:
+    before = sys.getswitchinterval()
+    with pytest.raises(KeyError), ahead.switching(0.001):
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+        raise KeyError
+    assert sys.getswitchinterval() == before
