@@ -10,7 +10,6 @@ from typing import Any, Literal, overload
 import tokenizers
 from tokenizers import AddedToken
 
-from .chat_template import render
 from .json_file import read_json
 from .pieces import Pieces
 from .tokenizer_gguf import backend_from_metadata
@@ -110,6 +109,9 @@ class Tokenizer:
         `chat_template` is a template or the name of one of ours. `continue_final_message` leaves the last message open,
         and needs `add_generation_prompt=False`.
         """
+        # with jinja2, which who has no chats need not wait for
+        from .chat_template import render
+
         text = render(
             _choose_template(self.chat_template, chat_template, tools is not None),
             messages,
