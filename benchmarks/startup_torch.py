@@ -4,8 +4,9 @@
 
 Each start is a process of its own, with warmup="all" and the arguments of `octavo bench marks`; "cold" has an empty
 cache of Triton's ("cold5ms" too, with threads that switch as seldom as usual), "rehearsed" has a full one, and "warm"
-remembers what was launched too. Phases exclude one another; what is between them is "rest". With the sampler, what the
-main thread does every 5 ms is counted. Numbers go to $OUT/startup_torch.json, or beside this file.
+remembers what was launched too; "listed" remembers that alone. Phases exclude one another; what is between them is
+"rest". With the sampler, what the main thread does every 5 ms is counted. Numbers go to $OUT/startup_torch.json, or
+beside this file.
 """
 
 from __future__ import annotations
@@ -190,9 +191,9 @@ def work(model: str, began: float, run: str, folder: str) -> dict[str, Any]:
     }
 
 
-def fresh(model: str, cache: str, run: str) -> dict[str, Any]:
-    """One start-up, in a process of its own."""
-    job = json.dumps({"model": model, "began": time.time(), "run": run, "folder": cache})
+def fresh(model: str, run: str, cache: str, lists: str) -> dict[str, Any]:
+    """One start-up, in a process of its own, with these caches of Triton's and of ours."""
+    job = json.dumps({"model": model, "began": time.time(), "run": run, "folder": lists})
     done = subprocess.run(
         [sys.executable, __file__, "--job", job], env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE
     )
@@ -222,9 +223,11 @@ def main() -> None:
     if args.job:
         print(json.dumps(work(**json.loads(args.job))))
         return
-    with tempfile.TemporaryDirectory() as other, tempfile.TemporaryDirectory() as cache:
-        found = {"cold5ms": fresh(args.model, other, "cold5ms")}
-        found |= {run: fresh(args.model, cache, run) for run in ("cold", "rehearsed", "warm", "sampled")}
+    with tempfile.TemporaryDirectory() as folder:
+        first, second, third = (f"{folder}/{name}" for name in ("first", "second", "third"))
+        found = {"cold5ms": fresh(args.model, "cold5ms", first, first)}
+        found |= {run: fresh(args.model, run, second, second) for run in ("cold", "rehearsed", "warm", "sampled")}
+        found["listed"] = fresh(args.model, "listed", third, second)
     out = Path(os.environ.get("OUT") or Path(__file__).parent) / "startup_torch.json"
     out.write_text(json.dumps({args.model: found}, indent=1), encoding="utf-8")
     print_tables(found)
