@@ -54,7 +54,7 @@ class Bench:
         pool = (num_blocks, BLOCK, self.heads, DIM)
         self.k, self.v = (torch.randn(pool, device=DEVICE, dtype=HALF) for _ in range(2))
         self.blocks = torch.randperm(num_blocks - 1, device=DEVICE, dtype=torch.int32) + 1
-        self.scales = tuple(torch.rand(DIM, device=DEVICE).to(HALF) + 0.5 for _ in range(2))
+        self.q_scale, self.k_scale = (torch.rand(DIM, device=DEVICE).to(HALF) + 0.5 for _ in range(2))
 
     def qkv(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         x = torch.randn((num_tokens, self.heads, self.group + 2, DIM), device=DEVICE, dtype=HALF)
@@ -75,7 +75,7 @@ class Bench:
     def layer(self, qkv: tuple[torch.Tensor, ...], rope: Rope, step: Step) -> tuple[torch.Tensor, ...]:
         """Queries as attention gets them, and its result."""
         q, k, v = qkv
-        norm = (*self.scales, 1e-6) if self.normed else None
+        norm = (self.q_scale, self.k_scale, 1e-6) if self.normed else None
         q = fused.rope_write(q, k, v, rope, self.k, self.v, "n p k d", step, norm)
         plan = triton_attention.plan(step, self.spec, BLOCK)
         return q, triton_attention.attend(q, self.k, self.v, "n p k d", step, self.spec, None, plan)

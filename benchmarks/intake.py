@@ -69,7 +69,7 @@ class Watch:
             "after the last read": ended - self.reads[-1][1],
             "collecting garbage": sum(self.collections),
         }
-        return {"steps": len(self.launches)} | {what: round(1e3 * s, 1) for what, s in found.items()}
+        return {"steps": float(len(self.launches)), **{what: round(1e3 * s, 1) for what, s in found.items()}}
 
 
 def without_device() -> LLM:

@@ -141,11 +141,12 @@ def equal(part: Part, device: str, folder: str) -> None:
     prompts, params = small_requests()
     rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
     told = llm.generate(prompts[:12], greedy(48, logprobs=0), use_tqdm=False)
+    experts = [o.outputs[0].routed_experts for o in told]
     put(
         tokens=[x for outputs in rounds for x in ids(outputs)],
         told=ids(told),
         logprobs=[o.outputs[0].cumulative_logprob for o in told],
-        routed=[zlib.crc32(o.outputs[0].routed_experts.tobytes()) for o in told] if "routed" in _has(part) else None,
+        routed=[zlib.crc32(x.tobytes()) for x in experts if x is not None] if "routed" in _has(part) else None,
         preemptions=sum(r.scheduler.num_preemptions for r in llm.replicas),
         hits=sum(r.scheduler.num_hit_tokens for r in llm.replicas),
         replicas=[r.scheduler.num_hit_tokens for r in llm.replicas],

@@ -41,16 +41,16 @@ class Clock:
         now = time.time()
         self.parts[name], self.last = round(self.parts.get(name, 0) + now - self.last, 2), now
 
-    def heard(self, event: str, seconds: float, **kwargs: Any) -> None:
+    def heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         name = STAGES.get(event)
         if name is None:
             return
         found = self.stages.setdefault(name, {"num": 0, "seconds": 0.0, "last": 0.0})
         found["num"] += 1
-        found["seconds"] = round(found["seconds"] + seconds, 3)
+        found["seconds"] = round(found["seconds"] + duration_secs, 3)
         found["last"] = round(time.time() - self.warm_up, 2)
         if name in ("compiling", "loading"):
-            self.slowest.append((round(seconds, 2), name, str(kwargs.get("fun_name", ""))))
+            self.slowest.append((round(duration_secs, 2), name, str(kwargs.get("fun_name", ""))))
 
     def around(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """fn, as a part; what was before it is the part before `name`."""

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +34,7 @@ class Clock:
     """Seconds and calls by phase; time within an inner phase is not the outer one's."""
 
     def __init__(self, began: float):
-        self.seconds: Counter[str] = Counter()
+        self.seconds = defaultdict[str, float](float)
         self.calls: Counter[str] = Counter()
         self.stack, self.last, self.main = ["rest"], began, threading.get_ident()
 
@@ -110,10 +110,10 @@ def watch_engine(clock: Clock) -> None:
     of = ["?"]
     call = Program._call
 
-    def named(self: Any, *args: Any) -> Any:
+    def named(self: Program, xs: tuple[Any, ...], state: Any, wanted: bool) -> Any:
         of.append(name_of(self))
         try:
-            return call(self, *args)
+            return call(self, xs, state, wanted)
         finally:
             of.pop()
 
@@ -165,7 +165,7 @@ def work(model: str, began: float, run: str, folder: str) -> dict[str, Any]:
     from octavo.engine import backend_torch, build
 
     # lists of this benchmark's own
-    vars(build)["cache_dir"] = lambda: Path(folder)
+    setattr(build, "cache_dir", lambda: Path(folder))  # noqa: B010
     backend_torch.REMEMBERS = run != "rehearsed"
     if run == "cold5ms":
         from octavo.kernels_triton import ahead

@@ -78,7 +78,7 @@ class BlockPool:
     def find_first(self, digests: Sequence[bytes]) -> list[int]:
         """The blocks of the first of these, up to the first that nobody holds."""
         suffix = self.suffix
-        found = list(map(self.holder.get, [digest + suffix for digest in digests]))
+        found: list[Any] = list(map(self.holder.get, [digest + suffix for digest in digests]))
         return found[: found.index(None)] if None in found else found
 
     def forget_all(self) -> None:

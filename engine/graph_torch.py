@@ -24,7 +24,6 @@ log = logging.getLogger("octavo")
 
 Tensor = torch.Tensor
 ALIGNMENT = 64  # bytes, of an input in the buffer of all
-EACH_IS_RUN = False  # whether a warm-up runs every program once before it records it, and not one of a kind
 STAGES = 4  # host buffers of a shape: the host may be so many launches ahead of the device
 
 
@@ -242,7 +241,7 @@ class Program:
         graph = self.graphs.get(key)
         if graph is None or graph.addresses != addresses or graph.weights is not weights:
             results = None
-            if wanted or EACH_IS_RUN or kind_of(key) not in self.free:
+            if wanted or kind_of(key) not in self.free:
                 results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
                 if not free:
                     log.info("a program waits for the device, so it always runs op by op: %s", key)
