@@ -31,16 +31,16 @@ def put(backend, x):
     return backend.place(x, ArraySpec(x.shape, (None,) * x.ndim, x.dtype.name))
 
 
-def case_of(ids, embed_dim=24, size=17, num_experts=5, poisoned=False):
+def case_of(ids, embed_dim=24, size=17, num_experts=5, poisoned=False, dtype="float32"):
     """x, weights, gate_up, down, in float32, outputs of about unit variance; and the outputs in float64.
 
-    Poisoned: the weights of experts that nobody chose are nan.
+    All are numbers of `dtype`. Poisoned: the weights of experts that nobody chose are nan.
     """
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((len(ids), embed_dim)), rng.standard_normal((len(ids), len(ids[0])))
     up = rng.standard_normal((num_experts, embed_dim, 2, size)) * embed_dim**-0.5
     down = rng.standard_normal((num_experts, size, embed_dim)) * size**-0.5
-    x, w, up, down = (a.astype(np.float32) for a in (x, w, up, down))
+    x, w, up, down = (a.astype(dtype).astype(np.float32) for a in (x, w, up, down))
     want = np.zeros(x.shape)
     for t, c in np.ndindex(w.shape):
         if (expert := ids[t][c]) < num_experts:
