@@ -117,7 +117,7 @@ def main() -> None:
     jax.devices("cpu")
     # kernels ask where they run
     jax.default_backend = lambda: "gpu"
-    mosaic_gpu._is_hopper, mosaic_gpu._programs = lambda: True, lambda on_cpu: 132
+    mosaic_gpu.is_hopper, mosaic_gpu._programs = lambda: True, lambda on_cpu: 132
     model = spec_from_hf(CONFIGS[args.model] | {"num_hidden_layers": args.layers})
     program = compiled(model, args.kind, args.size, {} if args.triton_gemm else {"xla_gpu_enable_triton_gemm": False})
     counts = launches(program.as_text())

@@ -59,6 +59,16 @@ def product_sizes(num_pairs: int, num_experts: int, itemsize: int) -> tuple[Size
     return Sizes(128, 128, 64, 8, 3), Sizes(128, 128, 64, 8, 3)
 
 
+def sort(ids_P: jax.Array) -> jax.Array:
+    """The pairs by expert, in their order within one."""
+    pair_P = jnp.arange(ids_P.shape[0], dtype=jnp.int32)
+    if pair_P.shape[0] > MOST_PAIRS:
+        return jnp.argsort(ids_P, stable=True).astype(jnp.int32)
+    same_PP = (ids_P[None] == ids_P[:, None]) & (pair_P[None] < pair_P[:, None])
+    place_P = ((ids_P[None] < ids_P[:, None]) | same_PP).sum(1, dtype=jnp.int32)
+    return jnp.zeros_like(pair_P).at[place_P].set(pair_P, unique_indices=True)
+
+
 def cut(ids_TC: jax.Array, num_experts: int, rows: int) -> Blocks:
     """The pairs by expert, and blocks of at most `rows` of one expert each."""
     ids_P = ids_TC.reshape(-1)
@@ -66,12 +76,7 @@ def cut(ids_TC: jax.Array, num_experts: int, rows: int) -> Blocks:
     pair_P = jnp.arange(num_pairs, dtype=jnp.int32)
     if num_pairs <= FEW_PAIRS:
         return Blocks(pair_P, jnp.where(ids_P < num_experts, ids_P, -1), pair_P, pair_P + 1)
-    if num_pairs <= MOST_PAIRS:
-        same_PP = (ids_P[None] == ids_P[:, None]) & (pair_P[None] < pair_P[:, None])
-        place_P = ((ids_P[None] < ids_P[:, None]) | same_PP).sum(1, dtype=jnp.int32)
-        order_P = jnp.zeros_like(pair_P).at[place_P].set(pair_P, unique_indices=True)
-    else:
-        order_P = jnp.argsort(ids_P, stable=True).astype(jnp.int32)
+    order_P = sort(ids_P)
     experts_X = jnp.arange(num_experts, dtype=ids_P.dtype)
     start_X = (ids_P[:, None] < experts_X).sum(0, dtype=jnp.int32)
     count_X = (ids_P[:, None] == experts_X).sum(0, dtype=jnp.int32)

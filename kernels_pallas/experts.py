@@ -6,15 +6,18 @@ Letters: X experts, C chosen ones of a token, P pairs (token, chosen expert), M 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import expert_kernels
+from . import expert_kernels, mosaic_experts, mosaic_gpu
 
 MOST_ROWS = 64  # of a block on a CPU
+# rows an expert from which Hopper takes Mosaic's kernels; to be lowered to what benchmarks/experts_jax.py measures
+MOSAIC_ROWS = math.inf
 
 
 def reference(
@@ -99,9 +102,21 @@ def by_ragged_dot(
     return combine(y_PE, order_P, weights_TC, ids_TC, num_experts)
 
 
+def by_kernels(
+    x_TE: jax.Array, weights_TC: jax.Array, ids_TC: jax.Array, gate_up_XEXF: jax.Array, down_XFE: jax.Array
+) -> jax.Array:
+    """Mosaic's kernels where they are faster, else those lowered through Triton: a GPU's way."""
+    num_experts, args = gate_up_XEXF.shape[0], (x_TE, weights_TC, ids_TC, gate_up_XEXF, down_XFE)
+    many = ids_TC.size >= MOSAIC_ROWS * num_experts
+    sizes = mosaic_experts.product_sizes(ids_TC.size, num_experts)
+    if many and mosaic_gpu.is_hopper() and mosaic_experts.why_not(gate_up_XEXF, sizes) is None:
+        return mosaic_experts.experts(*args, num_programs=jax.local_devices()[0].core_count)
+    return expert_kernels.experts(*args)
+
+
 WAYS: dict[str, Callable[..., jax.Array]] = {
     "cpu": by_blocks,
-    "gpu": expert_kernels.experts,
+    "gpu": by_kernels,
     "tpu": by_ragged_dot,
 }
 

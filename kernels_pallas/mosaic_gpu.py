@@ -24,7 +24,7 @@ def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -
     keys = mosaic_prefill.tile_keys(spec.k_dim)
     if platform not in ("gpu", "cpu"):
         return f"it is for GPUs, not for {platform}"
-    if platform == "gpu" and not _is_hopper():
+    if platform == "gpu" and not is_hopper():
         return "it is for Hopper, whose wgmma it uses"
     if platform == "gpu" and not LOWERS:
         return f"JAX {jax.__version__} does not lower its prefill (TransferPlanDerivationError); 0.10 and 0.11 do"
@@ -39,7 +39,7 @@ def supports(spec: Any, dtype: str, platform: str, mode: str, block_size: int) -
     return None
 
 
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
     return str(getattr(jax.local_devices()[0], "compute_capability", "")).startswith("9.")
 
 
