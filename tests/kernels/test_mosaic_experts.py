@@ -101,7 +101,6 @@ def test_blocks_hold_every_pair_of_an_expert_once(
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=lambda s: f"{s.rows} rows")
-@pytest.mark.skipif(not mosaic_gpu.LOWERS, reason="JAX 0.12 does not lower our kernels of Mosaic GPU")
 def test_kernels_lower_for_an_h200(sizes: Sizes, dtype: Any) -> None:
     # a newer JAX asks which card it lowers for
     device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
