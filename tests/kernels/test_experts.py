@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import oracle
 import pytest
-import torch
 from backends import BACKENDS
 from tolerances import tolerance
 
 from octavo.engine.backend import get_backend
-from octavo.kernels_triton import ops as torch_ops
 from octavo.models import moe
 from octavo.models.interface import ArraySpec, Routing
 
@@ -76,37 +74,6 @@ def test_experts_that_nobody_chose_are_not_read(name):
     ids = [[0, 3], [3, 0]]
     x, w, up, down, want = case_of(ids, poisoned=True)
     np.testing.assert_allclose(run(name, x, w, ids, up, down), want, rtol=0, atol=tolerance("float32", "op"))
-
-
-class Twice:
-    """A mesh of two replicas that have the same tokens, as one of them sees it."""
-
-    def size(self, names):
-        return 2
-
-    def index(self, names):
-        return 1
-
-    def all_gather(self, x, names, dim):
-        return torch.cat([x, x], dim)
-
-    def reduce_scatter(self, x, names):
-        return x[len(x) // 2 :]
-
-
-def test_what_replicas_gather_lies_as_kernels_read_it(monkeypatch):
-    """They count on the weights of one token lying behind those of another."""
-    seen = []
-
-    def experts(x, weights, ids, up, down, add, dtype):
-        seen.append((weights.tolist(), ids.tolist(), weights.is_contiguous() and ids.is_contiguous()))
-        return torch.zeros(x.shape)
-
-    monkeypatch.setattr(torch_ops, "experts", experts)
-    ops = torch_ops.TorchOps(rules={"experts": ("dp",), "replicas": "dp"}, mesh=Twice())
-    weights, ids = torch.tensor([[0.25, 0.75], [1.5, 0.0]]), torch.tensor([[0, 5], [4, 6]], dtype=torch.int32)
-    ops.moe(torch.zeros(2, 8), weights, ids, torch.zeros(3, 8, 2, 4), torch.zeros(3, 4, 8))
-    assert seen == [(weights.tolist() * 2, [[3, 2], [1, 3]] * 2, True)]
 
 
 ROUTINGS = {
