@@ -43,7 +43,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 # of a step that is worth a graph. An eager launch of a Triton kernel takes the host up to 90 us, so that even 8,192
 # tokens of a small model wait for it (45 ms against 26); beyond, padding to a recorded size costs more than it saves
 GRAPH_TOKENS = 8192
-REMEMBERS = True  # whether an engine's kernels are known from its last start, and not rehearsed
 
 
 class Void(Tensor):
@@ -283,7 +282,7 @@ class TorchBackend:
 
     def _list_of(self, recipe: Recipe | None) -> Path | None:
         """The file that says which kernels a recipe launches here; None if it can have none."""
-        if recipe is None or self.compiled is None or not REMEMBERS:
+        if recipe is None or self.compiled is None:
             return None
         # of the cache's size no kernel knows, and what else decides shows when a kernel is missing
         arguments = {name: x for name, x in recipe.arguments.items() if name != "num_blocks"}
