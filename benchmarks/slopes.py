@@ -114,7 +114,8 @@ def draw(path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel({"context": "context, tokens", "batch": "batch, sequences"}[along])
         axes.set_ylabel("ms a decode step")
-        axes.set_title(f"{value['model']} shape, bf16, {value['backend']}, {value['gpu']}")
+        # of several cards in a machine, one is measured
+        axes.set_title(f"{value['model']} shape, bf16, {value['backend']}, {value['gpu'].splitlines()[0]}")
         axes.grid(True, which="both", alpha=0.3)
         axes.legend()
         figure.savefig(path.with_name(f"{path.stem}_{along}.png"), dpi=90)
