@@ -14,7 +14,7 @@ LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 class EngineStats:
     """Requests, blocks and limits of this moment, and what was counted since the start."""
 
-    num_running: int
+    num_running: int  # those of which nothing but the end is unread included
     num_waiting: int
     num_blocks: int  # of the fullest cache group, the null block left out
     num_free_blocks: int
@@ -42,7 +42,7 @@ def stats_of(schedulers: Sequence[Scheduler]) -> EngineStats:
 def _stats_of(s: Scheduler) -> EngineStats:
     fullest = min(s.blocks.pools, key=lambda pool: len(pool.free) / (pool.num_blocks - 1))
     return EngineStats(
-        num_running=len(s.running),
+        num_running=s.num_running,
         num_waiting=len(s.waiting),
         num_blocks=fullest.num_blocks - 1,
         num_free_blocks=len(fullest.free),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .checks import integer
 from .policy import POLICIES
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,22 @@ class Limits:
                 "chunked prefill a prompt is computed in one step"
             )
         return Limits(seqs, tokens)
+
+
+def check_length(r: Request, max_model_len: int) -> None:
+    """Raises ValueError for a prompt that is empty or too long, or of which more is to be read than there is."""
+    length = len(r.prompt)
+    if not length:
+        raise ValueError(f"request {r.id!r} has an empty prompt")
+    if length + r.samples > max_model_len:
+        raise ValueError(
+            f"request {r.id!r} has a prompt of {length} tokens: {'with at least one token of output ' * r.samples}"
+            f"it is longer than max_model_len {max_model_len}"
+        )
+    if r.wanted and r.wanted.stop > length:
+        raise ValueError(f"request {r.id!r} wants to read place {r.wanted.stop - 1} of {length} tokens")
+
+
+def longest(r: Request, max_model_len: int) -> int:
+    """Tokens, prompt and output, at which a request ends by length."""
+    return max_model_len if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, max_model_len)

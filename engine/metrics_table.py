@@ -40,7 +40,12 @@ def _sources(m: EngineMetrics) -> dict[str, float]:
 
 
 METRICS = (
-    Metric("num_requests_running", "gauge", "requests that have a row", lambda m: len(m.scheduler.running)),
+    Metric(
+        "num_requests_running",
+        "gauge",
+        "requests that have a row, or of which nothing but the end is unread",
+        lambda m: m.scheduler.num_running,
+    ),
     Metric("num_requests_waiting", "gauge", "requests that have none", lambda m: len(m.scheduler.waiting)),
     Metric(
         "num_requests_waiting_by_reason",

@@ -22,7 +22,7 @@ class Reason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     # why a running one gets no tokens
-    ENDS_UNREAD = "ends_unread"  # a token in flight is certain to be its last
+    ENDS_UNREAD = "ends_unread"  # all of it is planned: it gives up its seat, once only its last token is unread
     # why the head of the waiting queue, and so all behind it, does not start
     NO_BUDGET = "no_budget"  # also a running one: the token budget is spent
     NEXT_BATCH = "next_batch"  # likewise: this batch has its share of the requests

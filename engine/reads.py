@@ -71,13 +71,10 @@ def readers(scheduler: Scheduler, plan: Plan) -> list[Request | None]:
     return [r if is_of(r, plan) else None for r in found]
 
 
-def end_complete(scheduler: Scheduler, plan: Plan) -> list[Request]:
-    """Ends the requests that were computed only and whose last chunk was in this plan, now that it is read."""
+def complete_of(scheduler: Scheduler, plan: Plan) -> list[Request]:
+    """The requests that are computed only and whose last chunk was in this plan."""
     found = [scheduler.alive.get(name) for name in plan.ended]
-    complete = [r for r in found if r is not None and is_of(r, plan)]
-    for r in complete:
-        scheduler.finish(r, "stop")
-    return complete
+    return [r for r in found if r is not None and is_of(r, plan)]
 
 
 def wanted_from(value: Mapping[str, Any] | None) -> Wanted | None:

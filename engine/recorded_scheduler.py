@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .block_manager import BlockManager
@@ -20,7 +19,6 @@ class RecordedScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Any = None):
         super().__init__(config, blocks, policy)
         self.log: StepLog | None = None
-        self.updating = False
 
     def add(self, r: Request) -> None:
         super().add(r)
@@ -31,27 +29,18 @@ class RecordedScheduler(Scheduler):
         self._write("compiled", r.id)
 
     def schedule(self) -> Plan | None:
-        before = self.num_preemptions
+        before = self.num_preemptions, len(self.left)
         plan = super().schedule()
         if plan is not None and self.log is not None:
             self.log.planned(plan)
-        elif self.num_preemptions != before:
-            # nothing to run, but somebody has lost row and blocks
+        elif (self.num_preemptions, len(self.left)) != before:
+            # nothing to run, but somebody has lost row and blocks, or given them up
             self._write("idle", self.step)
         return plan
 
-    def update(self, plan: Plan, token_ids: Sequence[int]) -> list[Request]:
-        self.updating = True
-        try:
-            return super().update(plan, token_ids)
-        finally:
-            self.updating = False
-
     def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
         super().finish(r, reason, stop_reason)
-        # ends that follow from the tokens need no telling
-        if not self.updating:
-            self._write("finish", [r.id, str(reason), stop_reason])
+        self._write("finish", [r.id, str(reason), stop_reason])
 
     def abandon(self) -> None:
         super().abandon()

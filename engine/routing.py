@@ -57,7 +57,7 @@ class LeastLoaded:
         if len(self.schedulers) == 1:
             return 0
         return least_loaded(
-            [Load(len(s.alive), len(s.waiting), len(s.running), s.blocks.usage()) for s in self.schedulers]
+            [Load(len(s.alive), len(s.waiting), s.num_running, s.blocks.usage()) for s in self.schedulers]
         )
 
     def forget(self, replica: int) -> None:
@@ -143,7 +143,7 @@ class Owed:
 
 
 def _is_computed(r: Request) -> bool:
-    return r.finish_reason is not None or r.computed >= len(r.prompt) or r.num_output > 0
+    return r.finish_reason is not None or r.computed >= len(r.prompt) or r.num_tokens > len(r.prompt)
 
 
 ROUTINGS = {"least_loaded": LeastLoaded, "prefix": PrefixAware}

@@ -12,11 +12,11 @@ from typing import Any
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
-from .limits import Limits, SchedulerConfig
+from .limits import Limits, SchedulerConfig, check_length, longest
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .policy import as_policy
 from .preemption import warn
-from .reads import end_complete, plan_reads
+from .reads import complete_of, plan_reads
 from .repetition import STOP_REASON, goes_round
 from .request import Request
 from .scheduler_state import dump_state, load_state
@@ -54,6 +54,8 @@ class Scheduler:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.alive: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in order of admission
+        self.ending: dict[Request, None] = {}  # running ones of which all is planned, in the order of their last chunks
+        self.left: set[Request] = set()  # those that have given up their seats, and are still to be read
         self.waiting: WaitingQueue = self.policy.queue()
         # tokens in flight of requests that have ended, by id: they are dropped when read
         self.orphans: dict[str, int] = {}
@@ -64,20 +66,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.alive)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a seat, or have given it up and are still to be read."""
+        return len(self.running) + len(self.left)
+
     def check(self, r: Request) -> None:
         """Raises ValueError for a request that can never be served. Changes nothing."""
+        check_length(r, self.config.max_model_len)
         length = len(r.prompt)
-        if not length:
-            raise ValueError(f"request {r.id!r} has an empty prompt")
-        if length + r.samples > self.config.max_model_len:
-            raise ValueError(
-                f"request {r.id!r} has a prompt of {length} tokens: {'with at least one token of output ' * r.samples}"
-                f"it is longer than max_model_len {self.config.max_model_len}"
-            )
-        if r.wanted and r.wanted.stop > length:
-            raise ValueError(f"request {r.id!r} wants to read place {r.wanted.stop - 1} of {length} tokens")
         # the last token that is sampled is never computed, so it needs no room
-        needed = self._limit(r) - r.samples
+        needed = longest(r, self.config.max_model_len) - r.samples
         if (group := self.blocks.too_small(needed, length)) is not None:
             raise ValueError(
                 f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
@@ -90,7 +89,7 @@ class Scheduler:
         if r.id in self.alive:
             raise ValueError(f"request id {r.id!r} is in use")
         self.check(r)
-        r.limit, r.first_step = self._limit(r), self.step
+        r.limit, r.first_step = longest(r, self.config.max_model_len), self.step
         r.variant, r.num_logprobs = VARIANTS.index(r.params.variant), r.params.num_logprobs
         # a user's rank may raise: it is then not in
         self.waiting.push(r)
@@ -104,6 +103,7 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
         draft = Draft(self.limits.max_num_batched_tokens)
+        self._free_seats(draft)
         if self.config.order == "decode_first":
             self._continue(draft, list(self.running))
             self._commit_planned(draft)
@@ -139,10 +139,13 @@ class Scheduler:
             if known >= r.limit or token in r.stops:
                 self._stop(r, token)
             elif r.may_go_round and goes_round(r):
-                self.finish(r, Reason.REPETITION, STOP_REASON)
+                self._end(r, Reason.REPETITION, STOP_REASON)
             elif known >= (full := (r.registered + 1) * size) and r.computed >= full:
                 blocks.register(r)
-        return touched + end_complete(self, plan) if plan.ended else touched
+        complete = complete_of(self, plan) if plan.ended else []
+        for r in complete:
+            self._end(r, Reason.STOP)
+        return touched + complete
 
     def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request that is alive, running or waiting, for a Reason that is an end.
@@ -150,6 +153,10 @@ class Scheduler:
         A step in flight may still write its row and blocks: harmless, because whoever gets them next writes in a later
         step, and reads nothing that it has not written or been given.
         """
+        self._free_seats(Draft(0))
+        self._end(r, reason, stop_reason)
+
+    def _end(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
         self.events.append((r.id, Reason(reason)))
         r.finish_reason, r.stop_reason = str(reason), stop_reason
         del self.alive[r.id]
@@ -158,6 +165,8 @@ class Scheduler:
             r.in_flight = 0
         if r.row is not None:
             self._leave(r, keep=self.estates.keeps(r))
+        elif r in self.left:
+            self.left.remove(r)
         else:
             self.waiting.remove(r)
             self.estates.served(r, self.blocks)
@@ -168,6 +177,7 @@ class Scheduler:
         Raises ValueError for more than the config has, which is what the programs were made for.
         """
         self.limits = self.limits.changed(self.config, max_num_seqs, max_num_batched_tokens)
+        self._free_seats(Draft(0))
         while len(self.running) > self.limits.max_num_seqs:
             self._preempt(self.policy.victim(self.running), Draft(0))
 
@@ -206,11 +216,11 @@ class Scheduler:
 
     def _stop(self, r: Request, token: int) -> None:
         if token in r.eos_ids:
-            self.finish(r, Reason.STOP)
+            self._end(r, Reason.STOP)
         elif token in r.params.stop_token_ids:
-            self.finish(r, Reason.STOP, token)
+            self._end(r, Reason.STOP, token)
         else:
-            self.finish(r, Reason.LENGTH)
+            self._end(r, Reason.LENGTH)
 
     def _drops(self, request_id: str) -> bool:
         """Whether a token was made for a request that has ended. They come before those of a new one of the same id."""
@@ -221,9 +231,16 @@ class Scheduler:
             del self.orphans[request_id]
         return True
 
-    def _limit(self, r: Request) -> int:
-        longest = self.config.max_model_len
-        return longest if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, longest)
+    def _free_seats(self, draft: Draft) -> None:
+        """Takes row and blocks of those that end whatever their last token is, and have no other token unread.
+
+        In a synchronous run they have ended by now, so both kinds of run plan the same. A step in flight may still use
+        both: harmless, as with `finish`. All that is computed is known, so the prefix cache has it.
+        """
+        for r in [r for r in self.ending if r.complete or r.in_flight == 1]:
+            draft.reasons.append((r.id, Reason.ENDS_UNREAD))
+            self._leave(r, keep=self.estates.keeps(r))
+            self.left.add(r)
 
     def _continue(self, draft: Draft, requests: Iterable[Request]) -> None:
         """Plans the next tokens of running requests, in this order."""
@@ -233,7 +250,7 @@ class Scheduler:
             if r.row is None:
                 continue
             num_tokens = len(r.tokens) + r.in_flight
-            if r.complete or (r.in_flight and num_tokens >= r.limit):
+            if r in self.ending:
                 draft.reasons.append((r.id, Reason.ENDS_UNREAD))
                 continue
             if several and (r.in_flight or draft.num_taken >= most):
@@ -278,6 +295,7 @@ class Scheduler:
     def _leave(self, r: Request, keep: bool = False) -> None:
         assert r.row is not None
         del self.running[r]
+        self.ending.pop(r, None)
         self.free_rows.append(r.row)
         if not keep:
             self.blocks.release(r)
@@ -307,7 +325,7 @@ class Scheduler:
             return Reason.IN_FLIGHT
         if r.compiling:
             return Reason.GRAMMAR
-        if not self.estates.may_fork(r) or not first_will_compute(r, draft):
+        if not self.estates.may_fork(r) or r.first in self.left or not first_will_compute(r, draft):
             return None
         if r.first not in families and self.estates.fork(r, self.running, draft, self.blocks):
             return None
@@ -320,7 +338,8 @@ class Scheduler:
             return Reason.AFTER_PREEMPTION
         if len(self.running) >= self.limits.max_num_seqs:
             return Reason.NO_SEAT
-        if draft.num_taken >= self._share(min(len(self.alive), self.limits.max_num_seqs)):
+        everybody = len(self.alive) - len(self.left)
+        if draft.num_taken >= self._share(min(everybody, self.limits.max_num_seqs)):
             return Reason.NEXT_BATCH
         return None if draft.budget else Reason.NO_BUDGET
 
@@ -351,7 +370,8 @@ class Scheduler:
         draft.transfers += [Transfer(g, source, r.blocks[g][index]) for g, source, index in hit.copies]
         draft.budget -= n
         self._commit({r: n}, draft)
-        draft.committed[r] = n
+        # what it hit too may be computed in this very step
+        draft.committed[r] = r.computed
         return None
 
     def _commit_planned(self, draft: Draft) -> None:
@@ -381,6 +401,8 @@ class Scheduler:
             chunks.append(new_chunk(Chunk, (r.id, row, start, n, samples)))
             if samples:
                 r.in_flight += 1
+                if end + 1 == r.limit:
+                    self.ending[r] = None
                 if r.variant > draft.variant:
                     draft.variant = r.variant
                 if r.num_logprobs > draft.num_logprobs:
@@ -397,6 +419,7 @@ class Scheduler:
     def _plan(self, draft: Draft) -> Plan | None:
         if not draft.chunks:
             return None
+        self.ending |= dict.fromkeys(self.alive[name] for name in draft.ended)
         plan = draft.plan(self.step, self.events)
         self.step += 1
         self.events = []
@@ -409,12 +432,9 @@ class Scheduler:
     def _wanted(self, r: Request) -> int:
         return len(r.tokens) + r.in_flight - r.computed
 
-    def _ends_unread(self, r: Request) -> bool:
-        return r.complete or (r.in_flight > 0 and r.num_tokens >= r.limit)
-
     def _blocks_wanted(self, decodes: Iterable[Request]) -> int:
         """Blocks of each group that these running requests need for their next token: newcomers must leave them."""
-        still = [r for r in decodes if r.row is not None and not self._ends_unread(r)]
+        still = [r for r in decodes if r.row is not None and r not in self.ending]
         return sum(self.blocks.missing(r, r.computed + 1) for r in still)
 
     def _capped(self, r: Request, n: int, draft: Draft) -> int:
@@ -422,6 +442,8 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         if not threshold or n <= threshold:
             return n
-        running = any(x is not r and (x in draft.committed or not self._ends_unread(x)) for x in self.running)
-        rival = running or any(x is not r and not self._set_aside(x, set(), draft) for x in self.waiting)
+        running = any(x is not r and (x in draft.committed or x not in self.ending) for x in self.running)
+        # a step that preempts admits nobody
+        waiting = () if draft.preempted else self.waiting
+        rival = running or any(x is not r and not self._set_aside(x, set(), draft) for x in waiting)
         return threshold if rival else n

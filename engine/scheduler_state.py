@@ -40,6 +40,8 @@ def dump_state(s: Scheduler) -> dict[str, Any]:
         "num_alive": len(s.alive),
         "running": [at[r] for r in s.running],
         "waiting": [at[r] for r in s.waiting],
+        "ending": [at[r] for r in s.ending],
+        "left": sorted(at[r] for r in s.left),
         "free_rows": list(s.free_rows),
         "orphans": dict(s.orphans),
         "events": [list(event) for event in s.events],
@@ -54,7 +56,8 @@ def load_state(s: Scheduler, value: dict[str, Any]) -> None:
     s.limits = Limits(**value["limits"])
     requests = load_requests(value["requests"])
     s.alive = {r.id: r for r in requests[: value["num_alive"]]}
-    s.running = {requests[i]: None for i in value["running"]}
+    s.running, s.ending = ({requests[i]: None for i in value[name]} for name in ("running", "ending"))
+    s.left = {requests[i] for i in value["left"]}
     for i in value["waiting"]:
         s.waiting.push(requests[i])
         s.estates.expect(requests[i])

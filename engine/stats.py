@@ -33,7 +33,7 @@ class StatsLogger:
             "requests, KV cache usage: %.1f%%, prefix cache hit rate: %.1f%%, preemptions: %d",
             (tokens[0] - self.tokens[0]) / seconds,
             (tokens[1] - self.tokens[1]) / seconds,
-            sum(len(s.running) for s in schedulers),
+            sum(s.num_running for s in schedulers),
             sum(len(s.waiting) for s in schedulers),
             100 * max(s.blocks.usage() for s in schedulers),
             100 * hit_rate,

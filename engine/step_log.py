@@ -23,7 +23,7 @@ from .edits import edits_from_json, edits_to_json
 from .json_file import read_text
 from .plan import Admission, Chunk, Plan, Read, Reason, TableWrite, Transfer
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

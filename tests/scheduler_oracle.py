@@ -42,6 +42,7 @@ class Oracle:
         self.cached: list[tuple[object, int]] = []  # (key, block) in order of registration
         self.waiting: list[Req] = []
         self.running: list[Req] = []
+        self.ending: list[Req] = []  # running ones of which all is planned, in the order of their last chunks
         self.preempted = self.step = 0
 
     def add(self, r):
@@ -60,6 +61,7 @@ class Oracle:
 
     def decide(self):
         self.budget, self.plan, self.admitted, self.victims = self.c.max_num_batched_tokens, {}, [], 0
+        self.free_seats()
         long = [r for r in self.running if r.total - r.computed > 1]
         if self.c.order == "decode_first":
             self.run(list(self.running))
@@ -143,6 +145,8 @@ class Oracle:
             r.unread += done[-1][3]
             r.last = self.step
             self.register(r, r.computed)
+            if self.surely_ends(r):
+                self.ending.append(r)
         return done
 
     def update(self, sampled):
@@ -155,10 +159,18 @@ class Oracle:
             elif r in self.running:
                 self.register(r, r.computed)
 
+    def abort(self, r):
+        self.free_seats()
+        self.end(r)
+
+    def free_seats(self):
+        for r in [r for r in self.ending if r.unread == 1]:
+            self.drop(r)
+
     def end(self, r):
         if r in self.running:
             self.drop(r)
-        else:
+        elif r in self.waiting:
             self.waiting.remove(r)
 
     def drop(self, r):
@@ -168,6 +180,7 @@ class Oracle:
                 self.free.insert(len(self.free) if b in [x for _, x in self.cached] else 0, b)
         r.blocks, r.computed = [], 0
         self.running.remove(r)
+        self.ending = [x for x in self.ending if x is not r]
 
     def pop(self):
         block = self.free.pop(0)
@@ -199,5 +212,5 @@ class Oracle:
     def threshold(self, r, n):
         cap = self.c.long_prefill_token_threshold
         others = [x for x in self.running if x in self.plan or not self.surely_ends(x)]
-        others += [x for x in self.waiting if not x.unread]
+        others += [x for x in self.waiting if not x.unread and not self.victims]
         return min(n, cap) if cap and [x for x in others if x is not r] else n

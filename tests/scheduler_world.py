@@ -309,13 +309,15 @@ class World:
 
 def check_state(s: Scheduler) -> None:
     """References equal table entries, free and used blocks part the pool, keys and holders agree, nobody is lost."""
-    assert len(s.running) + len(s.waiting) == len(s.alive)
-    assert {*s.running, *s.waiting} == set(s.alive.values())
+    assert len(s.running) + len(s.waiting) + len(s.left) == len(s.alive)
+    assert {*s.running, *s.waiting, *s.left} == set(s.alive.values())
+    assert all(r.row is not None and (r.complete or r.num_tokens == r.limit) for r in s.ending)
     rows = [r.row for r in s.running if r.row is not None]
     assert sorted([*rows, *s.free_rows]) == list(range(s.config.max_num_seqs))
-    for r in s.waiting:
+    for r in (*s.waiting, *(s.left - {*s.estates.kept})):
         assert r.row is None
         assert (r.blocks, r.computed) == ([], 0)
+    assert all(r.row is None and (r.complete or (r.in_flight, r.num_tokens) == (1, r.limit)) for r in s.left)
     never_run = Counter(r.first for r in s.waiting if r.first and r.num_cached is None)
     assert s.estates.heirs == never_run and all(never_run[r.first or r] for r in s.estates.kept)
     for group, pool in enumerate(s.blocks.pools):
@@ -355,6 +357,8 @@ def check_plan(s: Scheduler, plan: Plan, queue: list[Request], running: list[Req
     for r in started:
         assert why[r.id] in STARTED
         assert r.id in ids
+    assert all(why[r.id] == Reason.ENDS_UNREAD for r in running if r in s.left)
+    running = [r for r in running if r not in s.left]
     victims = [r for r in running if r.row is None]
     worst_last = sorted(running, key=rank) if c.policy == "priority" else running
     assert set(victims) == set(worst_last[len(running) - len(victims) :])

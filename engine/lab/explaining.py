@@ -21,7 +21,7 @@ SAYS = {
     Reason.REPETITION: "ends: it repeats itself",
     Reason.ABORT: "ends: abort",
     Reason.ERROR: "ends: a step failed",
-    Reason.ENDS_UNREAD: "gets nothing: a token in flight is certain to be its last",
+    Reason.ENDS_UNREAD: "gives up its seat: all of it is planned, and its last token is in flight",
     Reason.NO_BUDGET: "waits: the step's token budget is spent",
     Reason.NO_SEAT: "waits: max_num_seqs requests are running",
     Reason.NO_ROOM: "waits: its blocks do not fit",

@@ -19,15 +19,68 @@ def test_next_step_is_planned_before_the_token_is_known():
     assert (r.in_flight, r.output) == (0, [0, 1, 2])
 
 
-def test_request_that_will_end_by_length_is_not_run_beyond():
-    s = make_scheduler()
-    add(s, make_request("a", 3, 1), make_request("b", 3, 9))
-    first = planned(s)
+def test_request_that_will_end_by_length_gives_up_its_seat_before_its_last_token_is_known():
+    s = make_scheduler(max_num_seqs=2)
+    a, b, c = add(s, make_request("a", 5, 1), make_request("b", [1], 9), make_request("c", [2], 9))
+    first, row = planned(s), a.row
     second = planned(s)
-    assert [c.request_id for c in second.chunks] == ["b"]
-    assert second.reasons == (("a", Reason.ENDS_UNREAD),)
-    s.update(first, [0, 0])
-    assert "a" not in s.alive
+    assert [c.request_id for c in second.chunks] == ["b", "c"]
+    assert second.reasons == (("a", Reason.ENDS_UNREAD), ("c", Reason.ADMITTED))
+    assert (c.row, a.row, s.left, s.num_running) == (row, None, {a}, 3)
+    # what it has computed can be hit
+    assert s.blocks.lookup(make_request("d", 5)).length == 4
+    assert s.update(first, [7, 0]) == [a, b]
+    assert (a.output, a.finish_reason, s.left) == ([7], "length", set())
+
+
+def test_seat_is_kept_while_a_token_before_the_last_is_unread():
+    """Two steps ahead: a block that it fills has an unknown token, so nobody could find it."""
+    s = make_scheduler(max_num_seqs=1)
+    a, _ = add(s, make_request("a", 3, 2), make_request("b", 3))
+    plans = [planned(s), planned(s)]
+    assert s.schedule() is None and a.row is not None
+    s.update(plans[0], [0])
+    assert planned(s).reasons == (("a", Reason.ENDS_UNREAD), ("b", Reason.ADMITTED))
+    assert s.update(plans[1], [0]) == [a]
+
+
+def test_request_without_a_seat_may_be_aborted_and_its_id_used_again():
+    s = make_scheduler()
+    a, _ = add(s, make_request("a", 3, 1), make_request("b", 3))
+    plans = [planned(s), planned(s)]
+    s.finish(a, "abort")
+    (new,) = add(s, make_request("a", [5], 2))
+    plans.append(planned(s))
+    assert [new in s.update(plan, [4] * len(plan.sampled)) for plan in plans] == [False, False, True]
+    assert (a.finish_reason, a.output, new.output, s.left) == ("abort", [], [4], set())
+
+
+def test_last_token_may_be_a_stop():
+    s = make_scheduler()
+    (a,) = add(s, make_request("a", 3, 1, eos_ids={4}))
+    plan = planned(s)
+    assert s.schedule() is None and a in s.left
+    s.update(plan, [4])
+    assert (a.finish_reason, s.has_work) == ("stop", False)
+
+
+def test_siblings_fork_from_one_that_has_given_up_its_seat():
+    s = make_scheduler(max_num_seqs=1)
+    first = make_request("0", range(6), 1)
+    _, other = add(s, first, make_request("1", range(6), 1, first=first, index=1))
+    planned(s)
+    plan = planned(s)
+    assert plan.reasons == (("0", Reason.ENDS_UNREAD), ("1", Reason.FORKED))
+    assert (other.num_cached, s.blocks.usage() > 0) == (5, True)
+
+
+def test_lower_limits_preempt_nobody_while_seats_are_given_up():
+    s = make_scheduler()
+    add(s, make_request("a", 3, 1), make_request("b", 3))
+    plan = planned(s)
+    s.set_limits(max_num_seqs=1)
+    assert (s.num_preemptions, [r.id for r in s.running]) == (0, ["b"])
+    s.update(plan, [0, 0])
 
 
 def test_nothing_to_run_while_all_end_unread():

@@ -7,6 +7,7 @@ import json
 import pytest
 from scheduler_world import World, add, make_request, make_scheduler, planned, step
 
+from octavo.engine.draft import Draft
 from octavo.engine.plan import Reason, Transfer
 from octavo.engine.scheduler import Scheduler
 
@@ -100,3 +101,20 @@ def test_dump_keeps_a_family_whose_first_has_ended():
     assert set(copy.alive) == {"1", "2"}
     assert planned(copy) == planned(s)
     assert copy.alive["1"].num_cached == 9
+
+
+def test_nobody_forks_from_a_sibling_that_starts_in_the_same_step():
+    """What that one finds in the cache may be computed in this very step, behind the copy."""
+    s = make_scheduler(max_num_seqs=3, budget=50)
+    s.set_limits(max_num_seqs=2)
+    add(s, *_family(3, range(6), 20))
+    for _ in range(4):
+        step(s)
+    # both that run have filled the block in which the prompt ends
+    for name in "10":
+        s._preempt(s.alive[name], Draft(0))
+    assert s.reset_prefix_cache()
+    s.set_limits(max_num_seqs=3)
+    plan = planned(s)
+    assert [(c.request_id, c.start) for c in plan.chunks] == [("0", 0), ("1", 8), ("2", 4)]
+    assert plan.transfers == ()

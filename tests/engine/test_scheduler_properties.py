@@ -220,7 +220,7 @@ class Twins:
     def abort(self) -> None:
         name = self.rng.choice(list(self.s.alive))
         self.s.finish(self.s.alive[name], "abort")
-        self.o.end(self.alive.pop(name))
+        self.o.abort(self.alive.pop(name))
 
     def step(self) -> bool:
         """Both plan, and read a step if enough are unread. Everything must be equal."""

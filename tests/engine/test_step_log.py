@@ -63,7 +63,7 @@ def test_line_cut_short_is_named(tmp_path):
 @pytest.mark.parametrize("text", ["", '{"format":99,"header":{}}\n', "{}\n"], ids=["empty", "newer", "other"])
 def test_other_format_is_refused(tmp_path, text):
     (tmp_path / "log").write_text(text)
-    with pytest.raises(ValueError, match="not a step log of format 2"):
+    with pytest.raises(ValueError, match="not a step log of format 3"):
         read_log(tmp_path / "log")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from backends import BACKENDS
-from scheduler_world import add, make_request
+from scheduler_world import add, make_request, run
 from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 
 from octavo.engine.block_manager import BlockManager
@@ -129,11 +129,11 @@ def test_every_reason_has_words():
 
 
 def test_a_preemption_that_no_plan_tells_of_is_logged(tmp_path):
-    """One request's last token is in flight; the other, in the middle of its prompt, has to go: nothing can run."""
+    """One request's token is in flight; the other, in the middle of its prompt, has to go: nothing can run."""
     blocks = BlockManager([None], [5], 4, True, 4)
-    scheduler = RecordedScheduler(SchedulerConfig(2, 4, 16), blocks)
+    scheduler = RecordedScheduler(SchedulerConfig(2, 4, 16, batches=2), blocks)
     scheduler.log = StepLog(tmp_path / "log", {"scheduler": scheduler.dump()})
-    add(scheduler, make_request("ends", range(3), max_tokens=3), make_request("grows", range(100, 112), max_tokens=1))
+    add(scheduler, make_request("flies", range(3), max_tokens=9), make_request("grows", range(100, 112), max_tokens=1))
     unread, idle = [scheduler.schedule()], 0
     while scheduler.has_work:
         plan = scheduler.schedule()
@@ -148,3 +148,19 @@ def test_a_preemption_that_no_plan_tells_of_is_logged(tmp_path):
     assert idle == 1 and scheduler.num_preemptions == 1
     found = rerun(tmp_path / "log")
     assert found.difference is None and found.num_steps == scheduler.step
+
+
+def test_a_seat_given_up_that_no_plan_tells_of_is_logged(tmp_path):
+    """Its blocks are free before another's that is aborted, and so are taken in another order."""
+    scheduler = RecordedScheduler(SchedulerConfig(2, 16, 16), BlockManager([None], [9], 4, True, 16))
+    scheduler.log = StepLog(tmp_path / "log", {"scheduler": scheduler.dump()})
+    ends, fails = make_request("ends", range(3), max_tokens=1), make_request("fails", range(5, 9), max_tokens=1)
+    add(scheduler, ends, fails)
+    plan = scheduler.schedule()
+    assert scheduler.schedule() is None
+    scheduler.finish(fails, "abort")
+    scheduler.update(plan, [7, 7])
+    scheduler.log.append(plan, [7, 7], None)
+    run(scheduler, make_request("next", range(20, 29), max_tokens=1))
+    assert '{"idle":1}' in (tmp_path / "log").read_text()
+    assert rerun(tmp_path / "log").difference is None
