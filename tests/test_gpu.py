@@ -162,6 +162,23 @@ def test_triton_experts_equal_float64_over_fresh_memory(monkeypatch: pytest.Monk
         np.testing.assert_allclose(out.cpu(), want, rtol=0, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.skipif("jax" not in BACKENDS, reason="kernels of the JAX room")
+def test_mosaic_experts_equal_float64() -> None:
+    """Compiled, over ragged counts, what nobody may read being nan."""
+    from kernels.test_mosaic_experts import RAGGED, jnp, mosaic_experts, mosaic_gpu, poisoned
+    from tolerances import tolerance
+
+    if not mosaic_gpu.is_hopper():
+        pytest.skip("kernels for Hopper")
+    for name, ids in RAGGED.items():
+        for sizes in (mosaic_experts.LARGE, mosaic_experts.SMALL):
+            x, w, up, down, want = poisoned(ids, "bfloat16")
+            x, up, down = (jnp.asarray(a, "bfloat16") for a in (x, up, down))
+            got = mosaic_experts.experts(x, w, np.array(ids, np.int32), up, down, sizes=sizes, num_programs=132)
+            message = f"{name}, {sizes}"
+            np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("bfloat16", "experts"), err_msg=message)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_of_a_mixture_of_experts_are_the_oracles(backend: str) -> None:
     """In fp32, with chunks and hits, one request alone and several."""
