@@ -13,6 +13,9 @@ DEV := $(VENV)/octavo-dev-$(KEY)
 # a process a processor, each file's tests in one; each computes in one thread, since threads that wait for work spin
 PYTEST := pytest -q -n logical --dist loadfile
 test test-slow test-jax-next: export OMP_NUM_THREADS := 1
+# XLA compiles thousands of small programs: as in JAX's own tests, without what only makes them faster. The other two targets
+# have it compile as it does for users
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 # the second leg: the JAX half on a newer Python, with the newest JAX and without torch
 PYTHON_NEXT ?= $(shell PYENV_VERSION=3.12.1 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)

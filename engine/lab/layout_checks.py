@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -197,17 +198,22 @@ def run_step(
     inv_freq_D: np.ndarray | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """layout.attention on one ragged step with two tokens of padding. Without frequencies rope turns by nothing."""
-
-    def program(cache: dict, parts: dict, step: Step, *, ops: Any) -> Any:
-        return layout.attention(ops.for_step([step]), cache, parts, step, spec)
-
     take = [np.concatenate([x[i][done[i] : done[i] + n] for i, n in enumerate(counts)]) for x in parts]
     padded = [np.concatenate([x, np.ones_like(x[:1]), np.ones_like(x[:1])]) for x in take]
     still = np.zeros(spec.k_dim // 2, np.float32)
     step = make_step(layout.block_size, still if inv_freq_D is None else inv_freq_D, tables, done, counts)
-    run = backend.compile(program, ("cache", "parts", "step"), ("out", "cache"), consumes="cache")
-    out, cache = run(cache, dict(zip("qkv", padded, strict=True)), step)
+    out, cache = program_of(layout, backend, spec)(cache, dict(zip("qkv", padded, strict=True)), step)
     return backend.read(out)[: sum(counts)], cache
+
+
+@lru_cache(maxsize=16)
+def program_of(layout: CacheLayout, backend: Backend, spec: AttentionSpec) -> Any:
+    """layout.attention alone. One for all checks: XLA then compiles each shape of a step once."""
+
+    def program(cache: dict, parts: dict, step: Step, *, ops: Any) -> Any:
+        return layout.attention(ops.for_step([step]), cache, parts, step, spec)
+
+    return backend.compile(program, ("cache", "parts", "step"), ("out", "cache"), consumes="cache")
 
 
 def make_step(block_size: int, inv_freq_D: np.ndarray, tables: Tables, done: Any, counts: Any) -> Step:

@@ -47,10 +47,8 @@ def test_one_set_of_params_a_prompt(backend: str) -> None:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "synchronous"])
 @pytest.mark.parametrize("blocks", [120, 14], ids=["roomy", "tight"])
 def test_n_samples_are_those_of_n_requests(backend: str, overlap: bool, blocks: int) -> None:
-    llm = engine(
-        backend=backend, async_scheduling=overlap, num_gpu_blocks_override=blocks, max_model_len=104,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+    pool = {"num_gpu_blocks_override": blocks, "max_model_len": 104} if blocks == 14 else {}
+    llm = engine(backend=backend, async_scheduling=overlap, enable_prefix_caching=False, **pool)
     output = llm.generate([PROMPTS[3]], replace(RANDOM, n=3), use_tqdm=False)[0]
     got = [list(o.token_ids) for o in output.outputs]
     want = [alone(backend, PROMPTS[3], replace(RANDOM, seed=RANDOM.seed + i)) for i in range(3)]

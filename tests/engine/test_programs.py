@@ -95,7 +95,7 @@ def test_an_old_cache_raises_when_touched(backend: str) -> None:
 def test_a_step_log_replays_to_equal_tokens_and_logits(backend: str, tmp_path: Path) -> None:
     """With preemptions, hits and forks; the digests are of all fp32 logits of the sampled rows."""
     path = tmp_path / "steps.jsonl"
-    options = {"backend": backend, "num_gpu_blocks_override": 15, "max_model_len": 104, "step_log": str(path)}
+    options = {"backend": backend, "num_gpu_blocks_override": 14, "max_model_len": 104, "step_log": str(path)}
     llm = engine(**options)
     tokens(llm, PROMPTS[:7], RANDOM)
     tokens(llm, [PROMPTS[3]], replace(RANDOM, n=3))
@@ -125,6 +125,7 @@ def test_a_step_log_tells_other_weights_apart(backend: str, tmp_path: Path) -> N
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="eager is all there is in torch")
 def test_enforce_eager_gives_the_same_tokens() -> None:
-    want = tokens(engine(backend="jax"), PROMPTS[:3], replace(GREEDY, max_tokens=6))
-    eager = engine(backend="jax", enforce_eager=True, warmup="all")
-    assert tokens(eager, PROMPTS[:3], replace(GREEDY, max_tokens=6)) == want
+    # each shape of an operation is compiled
+    few = PROMPTS[:2], replace(GREEDY, max_tokens=3)
+    want = tokens(engine(backend="jax"), *few)
+    assert tokens(engine(backend="jax", enforce_eager=True, warmup="all"), *few) == want

@@ -314,5 +314,5 @@ def test_a_users_function_in_octavos_place_is_traced_at_every_start(
     found = []
     for factor in (3.0, -2.0, 1.0):
         monkeypatch.setattr(llama, "linear", times(factor))
-        found.append(tokens(engine(backend="jax", compile_cache_dir=str(tmp_path)), PROMPTS[:2]))
-    assert found[0] != found[1] != found[2] == WANT
+        found.append(tokens(engine(backend="jax", compile_cache_dir=str(tmp_path)), PROMPTS[:1]))
+    assert found[0] != found[1] != found[2] == WANT[:1]

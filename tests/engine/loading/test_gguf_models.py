@@ -60,6 +60,7 @@ def test_config_and_weights_equal_those_of_transformers(tmp_path, architecture, 
     _assert_same(path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_embedded_model_equals_that_of_transformers():
     _assert_same(embedded_model())

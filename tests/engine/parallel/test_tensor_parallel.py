@@ -43,7 +43,7 @@ def assert_bytes_as_planned(llm: LLM, size: int) -> None:
     assert device_bytes(cache.rows) == [plan.rows_bytes] * size
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_an_engine_on_several_devices_gives_the_tokens_of_one(size: int) -> None:
     """With hits, preemptions, chunks and forks."""
     prompts = PROMPTS[:5]
@@ -144,7 +144,8 @@ def test_jax_knows_how_to_take_memory_when_it_starts(source: str) -> None:
     assert subprocess.check_output(command, text=True, timeout=120, env=environment).split() == ["cpu", "false"]
 
 
-@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_smollm2_on_three_devices(backend: str) -> None:
     embedded_model()
     llm = LLM("smollm2", backend=backend, tensor_parallel_size=3, max_model_len=256, max_num_seqs=8)
