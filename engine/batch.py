@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # rows of a decode graph: a row too many costs least where there are many
 SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
+FULL = 512  # tokens of which products leave no tile and few processors empty: steps of a busy engine are multiples
 STEP, LARGE = 128, 64  # tokens between the sizes of a mixed step, as a graph and beyond
 READ_TILE = 64  # hidden rows whose logprobs are read at a time
 MAX_TOKEN_IDS = 128  # ids a request can ask the logprobs of by name
@@ -48,6 +49,7 @@ class Shapes:
     shared: tuple[int, ...] = ()  # of a decode step whose sequences share prefixes; empty: nobody looks
     shared_tokens: tuple[int, ...] = ()  # of a mixed one
     joined: tuple[int, ...] = ()  # of a decode step that is one program with its head
+    full: tuple[int, ...] = ()  # of a mixed step: what the scheduler cuts it down to, so that nothing of it is padding
 
     def heads(self, variant: str, num_logprobs: int) -> tuple[int, ...]:
         """Rows of the heads of that kind."""
@@ -116,6 +118,7 @@ class Shapes:
             shared=shared,
             shared_tokens=shared_tokens,
             joined=tuple(n for n in seqs if n <= joined_seqs),
+            full=() if exact else tuple(n for n in tokens if n >= FULL and (graph_tokens is None or n % FULL == 0)),
         )
 
 

@@ -163,7 +163,8 @@ def _parts(device: Device, world: World | None) -> Parts:
         log.info("compiled %d programs", sum(runner.warm_up() for runner in reversed(device.runners)))
     # those that step together have one runner
     runners = device.runners * config.num_joint
-    replicas = [Replica(i, _scheduler(config, plan, device.model), runner) for i, runner in enumerate(runners)]
+    full = device.own.shapes.full
+    replicas = [Replica(i, _scheduler(config, plan, device.model, full), runner) for i, runner in enumerate(runners)]
     if config.enable_return_routed_experts:
         for replica in replicas:
             sizes = config.block_size, config.max_num_seqs, plan.max_model_len
@@ -251,7 +252,7 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer
     return checkpoint.tokenizer() if checkpoint else load_tokenizer(Path(str(config.tokenizer)))
 
 
-def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Scheduler:
+def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec, full: tuple[int, ...]) -> Scheduler:
     blocks = BlockManager(
         [g.window for g in model.groups],
         list(plan.num_blocks),
@@ -275,6 +276,7 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, model: ModelSpec) -> Sche
             order=config.scheduler_order,
             watermark=config.watermark,
             batches=config.pipeline_parallel_size,
+            full=full,
         ),
         blocks,
         policy,

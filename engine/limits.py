@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .block_manager import BlockManager
 from .checks import integer
 from .policy import POLICIES
 from .request import Request
@@ -22,6 +24,7 @@ class SchedulerConfig:
     order: str = "decode_first"  # or "prefill_first": who has more than one token to compute goes first
     watermark: float = 0.0  # part of each pool that an admission leaves free while others run
     batches: int = 1  # how many may be in flight, each with its share of the requests, where stages work on several
+    full: tuple[int, ...] = ()  # tokens of a step without padding: a busy one is cut down to one of these
 
     def __post_init__(self) -> None:
         seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
@@ -39,6 +42,7 @@ class SchedulerConfig:
             raise ValueError(f"policy {self.policy!r} is none of {', '.join(POLICIES)}, nor FILE.py:NAME")
         if self.order not in ("decode_first", "prefill_first"):
             raise ValueError(f"order {self.order!r} is neither decode_first nor prefill_first")
+        object.__setattr__(self, "full", tuple(self.full))  # JSON has lists
         if self.batches < 1:
             raise ValueError(f"batches {self.batches} must be at least 1")
         if not 0 <= self.watermark < 1:
@@ -94,6 +98,29 @@ def check_length(r: Request, max_model_len: int) -> None:
         raise ValueError(f"request {r.id!r} wants to read place {r.wanted.stop - 1} of {length} tokens")
 
 
+def check_room(r: Request, max_model_len: int, blocks: BlockManager) -> None:
+    """Raises ValueError for a request that no empty cache has room for."""
+    length = len(r.prompt)
+    # the last token that is sampled is never computed, so it needs no room
+    needed = longest(r, max_model_len) - r.samples
+    if (group := blocks.too_small(needed, length)) is not None:
+        raise ValueError(
+            f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
+            f"{blocks.peak(group, needed, length)} blocks of {blocks.block_size} tokens, and there are "
+            f"{blocks.num_blocks[group] - 1}"
+        )
+
+
 def longest(r: Request, max_model_len: int) -> int:
     """Tokens, prompt and output, at which a request ends by length."""
     return max_model_len if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, max_model_len)
+
+
+def full_step(sizes: Sequence[int], most: int, decodes: int, wanted: int) -> int:
+    """Tokens of a step at most: the largest of the sizes that what is wanted fills, or `most`.
+
+    The rest of a prompt joins the next step. A size that leaves prompts less than a quarter of what they want of the
+    step does not pay. `decodes` is the part of `wanted` that is no prompt's.
+    """
+    least = decodes + max(1, (wanted - decodes) // 4)
+    return next((n for n in reversed(sizes) if least <= n <= min(wanted, most)), most)

@@ -95,6 +95,11 @@ class Request:
         return len(self.tokens) + self.in_flight
 
     @property
+    def num_wanted(self) -> int:
+        """Tokens known and in flight that no plan computes yet."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
     def max_tokens(self) -> int | None:
         """Output tokens at most; None: as many as max_model_len leaves room for."""
         return self.params.max_tokens if self.samples else 0

@@ -7,12 +7,13 @@ but have no value here. Their values reach the next step on the device, in rows[
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
-from .limits import Limits, SchedulerConfig, check_length, longest
+from .limits import Limits, SchedulerConfig, check_length, check_room, full_step, longest
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .policy import as_policy
 from .preemption import warn
@@ -74,15 +75,7 @@ class Scheduler:
     def check(self, r: Request) -> None:
         """Raises ValueError for a request that can never be served. Changes nothing."""
         check_length(r, self.config.max_model_len)
-        length = len(r.prompt)
-        # the last token that is sampled is never computed, so it needs no room
-        needed = longest(r, self.config.max_model_len) - r.samples
-        if (group := self.blocks.too_small(needed, length)) is not None:
-            raise ValueError(
-                f"request {r.id!r} with a prompt of {length} tokens and max_tokens {r.max_tokens} may need "
-                f"{self.blocks.peak(group, needed, length)} blocks of {self.blocks.block_size} tokens, and there are "
-                f"{self.blocks.num_blocks[group] - 1}"
-            )
+        check_room(r, self.config.max_model_len, self.blocks)
 
     def add(self, r: Request) -> None:
         """Queues a request. Raises ValueError if it can never be served or its id is in use."""
@@ -102,15 +95,15 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run now. What it plans counts as computed from now on."""
-        draft = Draft(self.limits.max_num_batched_tokens)
-        self._free_seats(draft)
+        ended = self._free_seats()
+        draft = Draft(self._budget(), reasons=ended)
         if self.config.order == "decode_first":
             self._continue(draft, list(self.running))
             self._commit_planned(draft)
             self._admit_waiting(draft, 0)
         else:
-            prefills = [r for r in self.running if self._wanted(r) > 1]
-            decodes = [r for r in self.running if self._wanted(r) == 1]
+            prefills = [r for r in self.running if r.num_wanted > 1]
+            decodes = [r for r in self.running if r.num_wanted == 1]
             self._continue(draft, prefills)
             self._admit_waiting(draft, self._blocks_wanted(decodes))
             self._continue(draft, decodes)
@@ -153,7 +146,7 @@ class Scheduler:
         A step in flight may still write its row and blocks: harmless, because whoever gets them next writes in a later
         step, and reads nothing that it has not written or been given.
         """
-        self._free_seats(Draft(0))
+        self._free_seats()
         self._end(r, reason, stop_reason)
 
     def _end(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -177,7 +170,7 @@ class Scheduler:
         Raises ValueError for more than the config has, which is what the programs were made for.
         """
         self.limits = self.limits.changed(self.config, max_num_seqs, max_num_batched_tokens)
-        self._free_seats(Draft(0))
+        self._free_seats()
         while len(self.running) > self.limits.max_num_seqs:
             self._preempt(self.policy.victim(self.running), Draft(0))
 
@@ -231,16 +224,17 @@ class Scheduler:
             del self.orphans[request_id]
         return True
 
-    def _free_seats(self, draft: Draft) -> None:
+    def _free_seats(self) -> list[tuple[str, Reason]]:
         """Takes row and blocks of those that end whatever their last token is, and have no other token unread.
 
         In a synchronous run they have ended by now, so both kinds of run plan the same. A step in flight may still use
         both: harmless, as with `finish`. All that is computed is known, so the prefix cache has it.
         """
-        for r in [r for r in self.ending if r.complete or r.in_flight == 1]:
-            draft.reasons.append((r.id, Reason.ENDS_UNREAD))
+        done = [r for r in self.ending if r.complete or r.in_flight == 1]
+        for r in done:
             self._leave(r, keep=self.estates.keeps(r))
-            self.left.add(r)
+        self.left.update(done)
+        return [(r.id, Reason.ENDS_UNREAD) for r in done]
 
     def _continue(self, draft: Draft, requests: Iterable[Request]) -> None:
         """Plans the next tokens of running requests, in this order."""
@@ -425,12 +419,18 @@ class Scheduler:
         self.events = []
         return plan
 
+    def _budget(self) -> int:
+        """Tokens of a step: no more than make a full one, where somebody has to wait for a seat anyway."""
+        seats, most = self.limits.max_num_seqs - len(self.running), self.limits.max_num_batched_tokens
+        whole = not self.config.enable_chunked_prefill or self.config.batches > 1
+        if whole or not self.config.full or len(self.waiting) <= seats:
+            return most
+        wanted = [r.num_wanted for r in self.running] + [len(r.tokens) for r in islice(self.waiting, seats)]
+        return full_step(self.config.full, most, wanted.count(1), sum(wanted))
+
     def _share(self, num_requests: int) -> int:
         """How many of them a batch has."""
         return -(-num_requests // self.config.batches)
-
-    def _wanted(self, r: Request) -> int:
-        return len(r.tokens) + r.in_flight - r.computed
 
     def _blocks_wanted(self, decodes: Iterable[Request]) -> int:
         """Blocks of each group that these running requests need for their next token: newcomers must leave them."""

@@ -60,8 +60,8 @@ class Oracle:
         return done
 
     def decide(self):
-        self.budget, self.plan, self.admitted, self.victims = self.c.max_num_batched_tokens, {}, [], 0
         self.free_seats()
+        self.budget, self.plan, self.admitted, self.victims = self.room(), {}, [], 0
         long = [r for r in self.running if r.total - r.computed > 1]
         if self.c.order == "decode_first":
             self.run(list(self.running))
@@ -76,6 +76,18 @@ class Oracle:
         new = self.count([r for r in self.plan if r not in before])
         self.run(short)
         return new + self.count([r for r in self.plan if r.id not in {d[0] for d in new}])
+
+    def room(self):
+        """Tokens of the step: a full one where somebody has to wait for a seat, and prompts get a quarter of theirs."""
+        seats = self.c.max_num_seqs - len(self.running)
+        if not self.c.enable_chunked_prefill or self.c.batches > 1 or len(self.waiting) <= seats:
+            return self.c.max_num_batched_tokens
+        wants = [r.total - r.computed for r in self.running] + [len(r.known) for r in self.waiting[:seats]]
+        prompts = sum(n for n in wants if n > 1)
+        others = sum(wants) - prompts
+        fits = [n for n in self.c.full if n <= self.c.max_num_batched_tokens and n <= sum(wants)]
+        fits = [n for n in fits if n - others >= max(1, prompts // 4)]
+        return max(fits, default=self.c.max_num_batched_tokens)
 
     def run(self, requests):
         several, most = self.c.batches > 1, ceil(len(self.running) / self.c.batches)

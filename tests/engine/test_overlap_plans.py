@@ -35,6 +35,7 @@ def _scheduler(rng: random.Random) -> Scheduler:
         policy=rng.choice(["fcfs", "priority"]),
         order=rng.choice(["decode_first", "prefill_first"]),
         watermark=rng.choice([0.0, 0.1]),
+        full=rng.choice([(), (4, 8, 12, 24)]),
         **more,
     )
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from scheduler_world import add, make_request, make_scheduler, planned, run, step
 
-from octavo.engine.limits import SchedulerConfig
+from octavo.engine.limits import SchedulerConfig, full_step
 from octavo.engine.plan import Reason
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.scheduler import Scheduler
@@ -127,6 +127,34 @@ def test_decodes_go_before_prefills_or_after():
         plans[order] = [step(s) for _ in range(3)]
     assert plans["decode_first"] == [{"old": 1, "new": 5}] * 3
     assert plans["prefill_first"] == [{"new": 6}, {"new": 6}, {"new": 5, "old": 1}]
+
+
+def test_busy_steps_are_cut_down_to_full_ones():
+    s = make_scheduler(budget=24, caching=False, max_num_seqs=3, num_blocks=60, full=(8, 16))
+    add(s, make_request("a", 1, 2), make_request("b", 18), make_request("c", 12), make_request("d", 10))
+    assert step(s) == {"a": 1, "b": 15}
+    # 1 + 3 + 12 are wanted
+    assert step(s) == {"a": 1, "b": 3, "c": 12}
+    # a's seat is free for d: nobody else waits, so nothing is held back
+    assert step(s) == {"b": 1, "c": 1, "d": 10}
+
+
+def test_a_full_step_in_which_prompts_get_little_is_not_worth_it():
+    s = make_scheduler(budget=24, caching=False, max_num_seqs=7, num_blocks=60, full=(8, 16))
+    add(s, *(make_request(str(i), 1, 9) for i in range(6)), make_request("six", 1, 1))
+    step(s)
+    # 8 would leave 2 for the prompt, which is a quarter, and 1 is less
+    add(s, make_request("long", 8), make_request("waits", 8))
+    assert step(s) == {str(i): 1 for i in range(6)} | {"long": 2}
+    add(s, make_request("seventh", 1))
+    assert full_step((8, 16), 24, 7, 15) == 24
+    assert full_step((8, 16), 24, 7, 10) == 8
+
+
+def test_without_chunking_steps_are_as_full_as_prompts_make_them():
+    s = make_scheduler(budget=48, caching=False, max_num_seqs=1, enable_chunked_prefill=False, full=(8,))
+    add(s, make_request("a", 13), make_request("b", 13))
+    assert step(s) == {"a": 13}
 
 
 def test_prompt_is_not_admitted_before_all_of_it_fits():

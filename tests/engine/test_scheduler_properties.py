@@ -50,6 +50,7 @@ def _random_scheduler(rng: random.Random, **fixed) -> Scheduler:
             "order": rng.choice(["decode_first", "prefill_first"]),
             "watermark": rng.choice([0.0, 0.1]),
             "batches": rng.choice([1, 1, 2, 3]),
+            "full": rng.choice([(), (4, 8, 12, 24)]),
             **limits,
             **fixed,
         }
