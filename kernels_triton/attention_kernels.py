@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .arrivals import is_last
 from .early import take_turn
+from .narrow_kernels import attend_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # a peak before any key. Finite, so that a hidden score, which is -inf, weighs 0 beside it: where both were large
@@ -182,12 +183,13 @@ def decode(
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, WITHIN: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr,
-    EARLY: tl.constexpr,
+    NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
     prefixes[s] keys are read elsewhere (shared_prefix.py), and of its num_parts parts only the first are made here.
+    NARROW: the cache holds codes of 8 bits.
     WITHIN: the last split of a head to arrive, of those that have keys, puts them together, C at a time.
     """
     take_turn(EARLY)
@@ -205,27 +207,30 @@ def decode(
     lo = first + z * each
     hi = tl.minimum(lo + each, length)
     if (tl.load(starts + s + 1) - start == 1) & (lo < hi):
-        q_MD = tl.load(
-            q + t * Q_T + h * Q_K + m[:, None] * Q_G + d[None, :], mask=own_M[:, None] & (d < D)[None, :], other=0.0
-        )
         peak_M, sum_M = tl.full([M], NEVER, tl.float32), tl.zeros([M], tl.float32)
-        acc_MV = tl.zeros([M, VP], tl.float32)
         if SINKS and z == 0:
             peak_M = tl.load(sinks + h * G + m, mask=own_M, other=0.0).to(tl.float32) * LOG2E
             sum_M = tl.full([M], 1.0, tl.float32)
-        table = tables + s * table_s
-        for j in range(lo, hi, N):
-            at_N = j + n
-            seen_N = (at_N < hi) & (at_N >= low)
-            k_ND = rows_at(k + h * K_K, table, at_N, seen_N, D, DP, P, K_N, K_P, True, FAR)
-            v_NV = rows_at(v + h * V_K, table, at_N, seen_N, V, VP, P, V_N, V_P, True, FAR)
-            of_k = scales_at(k_scale + h * (K_K // D), table, at_N, seen_N, P, K_N // D, K_P // D, True, FAR, SCALED)
-            of_v = scales_at(v_scale + h * (V_K // V), table, at_N, seen_N, P, V_N // V, V_P // V, True, FAR, SCALED)
-            s_MN = score(q_MD, k_ND, of_k, scale, CAP, SCALED, PRECISION)
-            s_MN = tl.where(seen_N[None, :], s_MN, float("-inf"))
-            acc_MV, peak_M, sum_M = fold(
-                acc_MV, peak_M, sum_M, s_MN, v_NV, of_v, factor, q_MD.dtype, SCALED, PRECISION
+        table, q_at = tables + s * table_s, q + t * Q_T + h * Q_K
+        if NARROW:
+            acc_MV, peak_M, sum_M = attend_pairs(
+                peak_M, sum_M, q_at, own_M, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
+                v_scale + h * (V_K // V), table, lo, hi, low, scale, factor,
+                Q_G, K_N, K_P, V_N, V_P, D, V, P, CAP, M, N, DP, VP, FAR, PRECISION, SCALED,
             )  # fmt: skip
+        else:
+            q_MD = tl.load(q_at + m[:, None] * Q_G + d[None, :], mask=own_M[:, None] & (d < D)[None, :], other=0.0)
+            acc_MV = tl.zeros([M, VP], tl.float32)
+            for j in range(lo, hi, N):
+                at_N = j + n
+                seen_N = (at_N < hi) & (at_N >= low)
+                k_ND = rows_at(k + h * K_K, table, at_N, seen_N, D, DP, P, K_N, K_P, True, FAR)
+                v_NV = rows_at(v + h * V_K, table, at_N, seen_N, V, VP, P, V_N, V_P, True, FAR)
+                s_MN = score(q_MD, k_ND, 1.0, scale, CAP, False, PRECISION)
+                s_MN = tl.where(seen_N[None, :], s_MN, float("-inf"))
+                acc_MV, peak_M, sum_M = fold(
+                    acc_MV, peak_M, sum_M, s_MN, v_NV, 1.0, factor, q_MD.dtype, False, PRECISION
+                )  # fmt: skip
         alone = True
         if SPLIT:
             # splits that have keys

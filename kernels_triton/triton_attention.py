@@ -78,8 +78,9 @@ def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
     widest = max(spec.k_dim, spec.v_dim)
     if dtype == torch.float32:
         return Tiling(rows, 32, 4, 2)
-    # as many bytes in flight whatever the cache is made of
-    return Tiling(rows, (64 if widest <= 128 else 32) * dtype.itemsize // cache.itemsize, 4, 3)
+    keys = 64 if widest <= 128 else 32
+    # codes of 8 bits: half the bytes, so half the warps to a tile, and two of them on their way
+    return Tiling(rows, keys, 4, 3) if cache == dtype else Tiling(rows, keys, 2, 5)
 
 
 def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
@@ -197,7 +198,7 @@ def launch_decode(
         counters(q.device) if within else q, spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
         **constants, **again, **early(q.device, heads * num_seqs * splits),
         SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
-        WITHIN=within, GP=wide, C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
+        NARROW=k.dtype != q.dtype, WITHIN=within, GP=wide, C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
@@ -259,6 +260,10 @@ def supports(spec: Any, dtype: torch.dtype, device: torch.device, cache: torch.d
         return f"a head of {max(spec.k_dim, spec.v_dim)} dims is more than the 256 that its tiles hold"
     if spec.scale <= 0:
         return f"scale {spec.scale} is not positive"
+    if cache != dtype and (spec.k_dim % 2 or spec.v_dim % 2):
+        return f"codes of 8 bits are read two at a time, and heads of {spec.k_dim} and {spec.v_dim} dims are not even"
+    if interpreted() and cache != dtype and dtype != torch.float32:
+        return f"Triton's interpreter runs no assembly, which {dtype} over a cache of {cache} wants; float32 does not"
     if interpreted():
         return None if dtype != torch.bfloat16 else "Triton's interpreter multiplies bfloat16 wrongly"
     return None if device.type == "cuda" else "it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)"

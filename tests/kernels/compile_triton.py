@@ -50,7 +50,7 @@ ATTENTION = (
     DIMS
     | STRIDES
     | {"FAR": False, "P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
-    | {"SCALED": False}
+    | {"SCALED": False, "NARROW": False}
 )
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     apart = {"WITHIN": False, "GP": 4, "C": 1}
     for cache, kind in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*fp8e4nv")):
         tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, cache)
-        constants = ATTENTION | {"SCALED": True, "SPLIT": False, "SHARED": False, "LEAST": 128} | apart
+        constants = ATTENTION | {"SCALED": True, "NARROW": True, "SPLIT": False, "SHARED": False, "LEAST": 128} | apart
         constants |= {"M": tile.rows, "N": tile.keys}
         compile(f"decode-{kind[1:]}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)

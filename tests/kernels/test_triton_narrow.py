@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -35,10 +36,13 @@ def narrowed(x: np.ndarray, dtype: torch.dtype, scaled: bool) -> tuple[torch.Ten
 
 
 def check(
-    case: Ragged, order: str, dtype: torch.dtype, scaled: bool, on: Backend | None = None, near: float | None = None
-) -> None:
-    """On a backend's device, with queries of its dtype; in the interpreter, in fp32."""
+    case: Ragged, order: str, dtype: torch.dtype, scaled: bool, on: Backend | None = None, near: float | None = None,
+    zeros: bool = False,
+) -> None:  # fmt: skip
+    """On a backend's device, with queries of its dtype; in the interpreter, in fp32. `zeros`: some values are 0."""
     batch: Batch = make_batch(case)
+    if zeros:
+        batch.v[:, ::3] *= 0
     on = on or backend_of("torch", "triton")
     (k, k_scale, k_held), (v, v_scale, v_held) = (narrowed(x, dtype, scaled) for x in (batch.k, batch.v))
     step, spec, device = make_step(batch, on), batch.spec, on.device
@@ -66,6 +70,18 @@ def test_int8(case: Ragged) -> None:
 @pytest.mark.parametrize("case", RAGGED[::4], ids=lambda c: c.name)
 def test_fp8(case: Ragged, scaled: bool) -> None:
     check(case, "n p k d", FP8, scaled)
+
+
+def test_a_value_of_zeros_weighs_as_much_as_any() -> None:
+    check(CASES[0], "n p k d", torch.int8, scaled=True, zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "reason"), [(33, torch.float32, "33 .* are not even"), (32, torch.float16, "runs no assembly")]
+)
+def test_what_it_does_not_read_it_refuses(dims: int, dtype: torch.dtype, reason: str) -> None:
+    spec = replace(make_batch(CASES[0]).spec, k_dim=dims)
+    assert re.search(reason, triton_attention.supports(spec, dtype, torch.device("cpu"), torch.int8) or "")
 
 
 def test_scales_that_lie_otherwise_are_refused() -> None:
