@@ -151,15 +151,17 @@ def work(model: str, began: float, run: str, folder: str) -> dict[str, Any]:
     sampler = Sampler(threading.get_ident())
     gc.callbacks.append(lambda phase, _: clock.enter("garbage collection") if phase == "start" else clock.leave())
     clock.enter("import octavo")
-    from octavo.engine.backend import wake_gpu
+    from octavo.engine.begin_torch import begin
     from octavo.engine.bench.marks_worker import start
+    from octavo.engine.collector import Paused
 
     clock.leave()
     if run == "sampled":
         sampler.start()
     clock.enter("import torch")
-    threading.Thread(target=wake_gpu, daemon=True).start()
-    import torch
+    begin(first_gpu=True)
+    with Paused():
+        import torch
 
     clock.leave()
     clock.enter("import the rest")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..models.interface import Array, ArraySpec, AttentionSpec
+from .begin_torch import begin
+from .collector import Paused
 from .recipe import Recipe
 
 BACKENDS = ("torch", "jax")  # in the order in which "auto" takes what is installed
@@ -175,21 +175,14 @@ def resolve_backend(name: str) -> str:
     return name
 
 
-def find_platform(backend: str, device: str) -> str:
-    """Where a backend will run when asked for `device`: "cpu" or "cuda". Starts its library."""
+def find_platform(backend: str, device: str, first_gpu: bool = False) -> str:
+    """Where a backend will run when asked for `device`: "cpu" or "cuda". Starts its library.
+
+    `first_gpu`: of several GPUs the engine will use the first.
+    """
     if backend == "torch" and device != "cpu" and "torch" not in sys.modules:
-        threading.Thread(target=wake_gpu, daemon=True).start()
+        begin(first_gpu)
     return _module(backend).find_platform(device)
-
-
-def wake_gpu() -> None:
-    """Has NVIDIA's driver begin, where there is one: beside the import of torch, which would wait for it afterwards."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    # what it finds wrong torch finds too, and says
-    driver.cuInit(0)
 
 
 def device_memory(backend: str, platform: str) -> int | None:
@@ -211,4 +204,6 @@ def _module(name: str) -> Any:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         # so does torch before its first large array: weights and caches then lie in pages of 2 MB
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    return importlib.import_module(f".backend_{name}", __package__)
+    # importing makes much that stays: a collector would look at all of it again and again
+    with Paused():
+        return importlib.import_module(f".backend_{name}", __package__)

@@ -327,6 +327,8 @@ class TorchBackend:
                         largest[program] = xs
             for program, xs in largest.items():
                 program.prepare(*xs)
+        if self.capture is not None:
+            self.capture.finish()
 
     def consume(self, tree: Any) -> Any:
         """The tree's arrays as new values: the same memory, the old ones void; in pure mode copies."""

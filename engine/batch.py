@@ -93,6 +93,10 @@ class Shapes:
             middle = min(graph_tokens, 16 * STEP)
             small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
             tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
+        seldom = tuple(sorted({*sampled[2::2], sampled[-1]}))
+        if graph_tokens is not None:
+            # a recording costs more than it saves where a row too many waits for the same launches
+            seldom = tuple(n for n in sampled if n == 4 or n >= 16 or n == max_num_seqs)
         shared, shared_tokens = seqs, tokens
         if not exact:
             # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether
@@ -112,7 +116,7 @@ class Shapes:
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
-            seldom=() if exact or graph_tokens is not None else tuple(sorted({*sampled[2::2], sampled[-1]})),
+            seldom=() if exact else seldom,
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
             shared=shared,

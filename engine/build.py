@@ -133,7 +133,7 @@ def build_device(
     given, model = model, fit_model(config, model)
     # the mesh first: it may ask for virtual devices, which JAX grants only before it starts
     options = backend_options(config, world)
-    device = find_platform(config.backend, config.device)
+    device = find_platform(config.backend, config.device, first_gpu=world is None)
     config = config.for_model(model, device, stored_dtype(checkpoint), device_memory(config.backend, device))
     backends: list[Any] = [backend] if backend else backends_of(config, options)
     on: Backend = backends[-1]

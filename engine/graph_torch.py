@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,6 +145,10 @@ class Capture(Protocol):
         """What replays `run`, and its results, which a replay overwrites."""
         ...
 
+    def finish(self) -> None:
+        """Waits until all can be replayed; raises what is wrong with one."""
+        ...
+
     def renew(self) -> None:
         """All recordings are gone."""
         ...
@@ -273,11 +278,19 @@ class Program:
 
 
 class GraphPool:
-    """Records CUDA graphs that share their memory."""
+    """Records CUDA graphs that share their memory. A thread makes them ready while the next is recorded."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self.readier = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(self.stream.device,))
+        self.unready: list[Future[None]] = []
+
+    def finish(self) -> None:
+        """Waits until all can be replayed; raises what is wrong with one."""
+        unready, self.unready = self.unready, []
+        for future in unready:
+            future.result()
 
     def renew(self) -> None:
         """Another pool: one whose graphs are all gone must not be recorded to again (torch asserts it)."""
@@ -298,7 +311,7 @@ class GraphPool:
 
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """What replays `run`, and its results, which a replay overwrites."""
-        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, now = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         self.stream.wait_stream(now)
         # a collector that finds the graphs of an engine that is gone would destroy them, which voids a recording
         with torch.cuda.stream(self.stream), Paused():
@@ -309,4 +322,11 @@ class GraphPool:
             finally:
                 graph.capture_end()
         now.wait_stream(self.stream)
-        return graph.replay, results
+        self.unready.append(self.readier.submit(graph.instantiate))
+
+        def replay() -> None:
+            if self.unready:
+                self.finish()
+            graph.replay()
+
+        return replay, results

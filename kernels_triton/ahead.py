@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.compiler import make_backend
 from triton.runtime import driver
-from triton.runtime.cache import triton_key
+
+from .triton_hash import hash_triton
 
 log = logging.getLogger("octavo")
 
 EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
-KNOWING = threading.Lock()
 SWITCH = 0.001  # seconds that a thread has Python's lock while others want it, as long as kernels are compiled
 
 
@@ -40,13 +40,9 @@ class Zeros(TorchFunctionMode):
 
 
 def know_triton() -> None:
-    """Has Triton find out what it asks of itself for every kernel: the hash of its 400 MB, its driver, ptxas.
-
-    It remembers, but does not lock: threads that ask at once would each hash all of it.
-    """
-    with KNOWING:
-        triton_key()
-        make_backend(driver.active.get_current_target()).hash()
+    """Has Triton find out what it asks of itself for every kernel: the hash of its 400 MB, its driver, ptxas."""
+    hash_triton()
+    make_backend(driver.active.get_current_target()).hash()
 
 
 def compiled(fn: Any, specialization: str) -> Any:

@@ -21,6 +21,9 @@ class Recorder:
     def __init__(self, waits: bool = False) -> None:
         self.replays, self.waits = 0, waits
 
+    def finish(self) -> None:
+        """What is recorded can be replayed."""
+
     def renew(self) -> None:
         """There is no pool."""
 

@@ -50,3 +50,10 @@ def test_steps_of_a_busy_engine_are_cut_down_to_sizes_that_are_there():
     # of sizes that lie closer, those at which products cost least a token
     assert recorded.full == tuple(range(512, 8193, 512)) and {*recorded.full} <= {*recorded.tokens}
     assert not Shapes.chain(*ARGUMENTS, exact=True).full
+
+
+def test_recorded_heads_leave_out_sizes_that_wait_for_as_many_launches():
+    shapes = Shapes.chain(*ARGUMENTS, graph_tokens=8192)
+    assert shapes.heads("truncate", -1) == shapes.sampled == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert shapes.heads("greedy", 0) == shapes.heads("edits", -1) == (4, 16, 32, 64, 128, 256)
+    assert Shapes.chain(2, 64, 128, 16, 100, graph_tokens=64).heads("edits", -1) == (2,)
