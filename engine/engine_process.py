@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .child import GONE, Caught, portable, unpickled
+from .collector import Seldom
 from .errors import RequestFailedError
 from .llm import LLM
 from .messages import QUESTIONS, Abort, Add, Answer, Ask, Command, Ended, Failed, News, Ready, Report, Start
@@ -42,7 +43,8 @@ def serve(commands: Connection, results: Connection) -> None:
     plan, params = llm.memory_plan, llm.get_default_sampling_params()
     results.send(Ready(plan.max_model_len, llm.model.vocab_size, tuple(plan.num_blocks), params))
     del start
-    Engine(llm, inbox, results).run()
+    with Seldom():
+        Engine(llm, inbox, results).run()
 
 
 def _received(commands: Connection) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from .child import Caught
-from .collector import Paused
+from .collector import Paused, Seldom
 from .config import EngineConfig
 from .intake import Intake
 from .metrics import EngineMetrics
@@ -76,7 +76,7 @@ class EngineSteps:
     def _run(self, families: Sequence[Family], use_tqdm: bool, pause: Paused | None = None) -> None:
         """Runs steps until these have ended; ends the pause once the first has been launched."""
         left = list(families)
-        with Progress(len(families), use_tqdm) as bar:
+        with Progress(len(families), use_tqdm) as bar, Seldom():
             while left:
                 # others may run the steps in which they end
                 if left[-1].finished:

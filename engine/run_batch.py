@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .batch_file import FileResults, Line, PipeResults, Results, check_line, failure, read_lines, success
+from .collector import Seldom
 from .llm import LLM
 from .openai_embeddings import EmbeddingAsk, embedding_ask, embedding_response
 from .openai_protocol import Ask, RequestError, chat_ask, check_model, completion_ask, served_names
@@ -138,16 +139,20 @@ class _Run:
 
     def run(self) -> None:
         try:
-            while self._feed() or self.unwritten:
-                if self.embeddings:
-                    self._embed()
-                self._write()
-                if self.home:
-                    for output in self.llm.step():
-                        if output.finished:
-                            self._take(output)
+            with Seldom():
+                while self._feed() or self.unwritten:
+                    self._step()
         finally:
             self.llm.abort(list(self.home))
+
+    def _step(self) -> None:
+        if self.embeddings:
+            self._embed()
+        self._write()
+        if self.home:
+            for output in self.llm.step():
+                if output.finished:
+                    self._take(output)
 
     def _feed(self) -> bool:
         """Starts lines while there is room; False: there are no more."""

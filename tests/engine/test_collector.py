@@ -1,12 +1,13 @@
-"""The garbage collector kept off while requests are taken in."""
+"""The garbage collector kept off while requests are taken in, and from everything while steps run."""
 
 from __future__ import annotations
 
 import gc
 
 import pytest
+from tiny import PROMPTS, engine, tokens
 
-from octavo.engine.collector import Paused
+from octavo.engine.collector import LOOKS, Paused, Seldom
 
 
 def test_it_is_off_until_the_pause_ends() -> None:
@@ -40,3 +41,31 @@ def test_overlapping_pauses_leave_it_on() -> None:
     first.end()
     second.end()
     assert gc.isenabled()
+
+
+def test_everything_is_looked_at_seldom_until_the_last_block_ends() -> None:
+    before, first, second = gc.get_threshold(), Seldom(), Seldom()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert gc.get_threshold() == (*before[:2], LOOKS)
+    second.__exit__()
+    assert gc.get_threshold() == before
+
+
+def test_steps_of_a_generate_collect_what_is_young_alone() -> None:
+    llm, seen = engine(), []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if Seldom.depth:
+            seen.append(info["generation"])
+
+    before = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)
+    gc.callbacks.append(note)
+    try:
+        tokens(llm, PROMPTS[:4])
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert 1 in seen and 2 not in seen
