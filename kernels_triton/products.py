@@ -7,6 +7,8 @@ from functools import cache, cached_property
 import torch
 import torch.nn.functional as F
 
+from . import cublas
+
 Tensor = torch.Tensor
 
 # oneDNN chooses a blocking by the expected number of rows: that for 32 serves 1 and 512 within a few percent
@@ -102,6 +104,8 @@ def matmul(spec: str, x: Tensor, w: Tensor | Packed) -> Tensor:
         w.check(spec)
         return w.times(x)
     shared, first = contraction(spec)
+    if x.is_cuda and (y := cublas.product(x, w, shared, first, None)) is not None:
+        return y
     free = x.shape[: x.ndim - shared]
     if first:
         tail, depth = w.shape[shared:], w.shape[:shared].numel()
@@ -123,6 +127,8 @@ def adds(x: Tensor, w: Tensor | Packed) -> bool:
 def matmul_add(spec: str, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """y plus the product, in y's own memory; rounded once."""
     shared, first = contraction(spec)
+    if cublas.product(x, w, shared, first, y) is not None:
+        return y
     tail, depth = (w.shape[shared:], w.shape[:shared]) if first else (w.shape[:-shared], w.shape[-shared:])
     plain = w.reshape(depth.numel(), -1) if first else w.reshape(-1, depth.numel()).t()
     y.view(-1, tail.numel()).addmm_(x.reshape(-1, depth.numel()), plain)

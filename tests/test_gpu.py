@@ -114,6 +114,33 @@ def test_products_of_few_rows_equal_float64_and_themselves() -> None:
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+def test_products_with_a_measured_algorithm_equal_float64() -> None:
+    """Every rule of the table for this device and library; outputs poisoned, rows of x apart."""
+    import torch
+
+    from octavo.kernels_triton import cublas
+
+    device = torch.device("cuda", 0)
+    for (depth, width, first, add), rules in cublas.device_table(device).items():
+        g = torch.Generator("cuda").manual_seed(depth + width)
+        shape = (depth, width) if first else (width, depth)
+        w = torch.randn(shape, generator=g, device="cuda").mul_(depth**-0.5).bfloat16()
+        plain = w.double() if first else w.double().t()
+        for rows, config in rules.items():
+            if config is None:
+                continue
+            x = torch.randn((rows, depth + 64), generator=g, device="cuda").bfloat16()[:, :depth]
+            rest = torch.randn((rows, width), generator=g, device="cuda").bfloat16()
+            want = x.double() @ plain + (rest.double() if add else 0)
+            poison = torch.full_like(rest, float("nan"))
+            del poison
+            found = [cublas.product(x, w, 1, first, rest.clone() if add else None) for _ in range(2)]
+            assert found[0] is not None and found[1] is not None, (depth, width, rows, config)
+            assert float((found[0].double() - want).norm() / want.norm()) < 1e-2
+            assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_prefixes_equal_float64(backend: str, dtype: str, near: float) -> None:

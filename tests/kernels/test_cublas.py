@@ -1,0 +1,85 @@
+"""Which products go to cublasLt with an algorithm of the table, and how it is told; a stand-in for the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.kernels_triton import cublas
+from octavo.kernels_triton.cublas_table import TABLE
+
+CONFIG = cublas.Config(66, 20, 1, 0, 1, 35, 3)
+
+
+class Library:
+    """Multiplies as it was told to, in torch."""
+
+    def __init__(self, rows: int, depth: int, width: int, x_r: int, first: bool, device: torch.device):
+        self.told = (rows, depth, width, x_r, first)
+
+    def found(self, config: cublas.Config) -> Any:
+        return cublas.Found() if config == CONFIG else None
+
+    def launch(self, found: Any, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        rows, depth, width, x_r, first = self.told
+        assert x.shape == (rows, depth) and x.stride(0) == x_r
+        plain = w.view(depth, width) if first else w.view(width, depth).t()
+        out.view(rows, width).copy_(x @ plain + (out.view(rows, width) if add else 0))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    table = {
+        (32, 48, True, False): {8: None, 16: CONFIG},
+        (32, 48, False, False): {16: CONFIG},
+        (32, 48, True, True): {16: CONFIG, 20: (1, *CONFIG[1:])},
+    }
+    monkeypatch.setattr(cublas, "Plan", Library)
+    monkeypatch.setattr(cublas, "device_table", lambda device: table)
+    cublas.plan_of.cache_clear()
+    yield
+    cublas.plan_of.cache_clear()
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def test_what_the_table_names_is_multiplied() -> None:
+    # rows of x lie apart, as those of a larger array would
+    x, w, turned = random(12, 64)[:, :32], random(32, 2, 24), random(48, 32)
+    out = cublas.product(x, w, 1, True, None)
+    assert out is not None and torch.equal(out, (x @ w.view(32, 48)).view(12, 2, 24))
+    out = cublas.product(x.unflatten(1, (4, 8)), turned.view(48, 4, 8), 2, False, None)
+    assert out is not None and torch.equal(out, x @ turned.t())
+    rest = random(12, 48)
+    want = x @ w.view(32, 48) + rest
+    assert cublas.product(x, w.view(32, 48), 1, True, rest) is rest and torch.equal(rest, want)
+
+
+def test_everything_else_is_left_to_torch() -> None:
+    w = random(32, 48)
+    assert cublas.product(random(8, 32), w, 1, True, None) is None
+    assert cublas.product(random(17, 32), w, 1, True, None) is None
+    assert cublas.product(random(12, 32), random(32, 64), 1, True, None) is None
+    assert cublas.product(random(12, 32).float(), w.float(), 1, True, None) is None
+    assert cublas.product(random(12, 32), random(48, 32).t(), 1, True, None) is None
+    # rows that do not begin at multiples of 16 bytes, as a whole and one by one
+    assert cublas.product(random(12, 33)[:, 1:], w, 1, True, None) is None
+    assert cublas.product(random(12, 40)[:, 4:36], w, 1, True, None) is None
+    # an algorithm that the library does not take for this product
+    assert cublas.product(random(18, 32), w, 1, True, random(18, 48)) is None
+
+
+def test_a_device_without_a_table_has_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert cublas.device_table(torch.device("cpu")) == {}
+
+
+def test_the_table_is_in_order_and_whole() -> None:
+    for rules in TABLE.values():
+        for sizes in rules.values():
+            assert list(sizes) == sorted(sizes)
+            assert all(config is None or cublas.Config(*config) for config in sizes.values())
