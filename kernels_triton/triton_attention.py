@@ -10,7 +10,7 @@ import torch
 import triton
 
 from . import attention_kernels as kernels
-from . import shared_prefix
+from . import hopper_prefill, shared_prefix
 from .arrivals import counters
 from .early import early
 from .fused import PLACES
@@ -139,7 +139,14 @@ def attend(
             )
     constants = common(q_TKGD, k, v, order, spec, scales)
     launch_decode(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG)
-    if not step.decode:
+    if step.decode:
+        return out_TKGV
+    if hopper_prefill.serves(q_TKGD, k, v, constants["P"], spec, scales is not None):
+        each, (num_tokens, heads) = hopper_prefill.queries(q_TKGD.shape[2]), q_TKGD.shape[:2]
+        programs = hopper_programs(num_tokens // each, len(step.block_tables_SB), heads, num_processors(q_TKGD.device))
+        tiles = plan.tiles_of(each)
+        hopper_prefill.launch(out_TKGV, q_TKGD, k, v, order, step, tiles, sinks_KG, factor_of(spec), programs)
+    else:
         launch_prefill(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG, plan)
     return out_TKGV
 
@@ -215,6 +222,13 @@ def launch_decode(
             WINDOW=constants["WINDOW"], N=tiling.keys, **again, num_warps=4,
             **early(q.device, heads * group * num_seqs),
         )  # fmt: skip
+
+
+def hopper_programs(full_tiles: int, num_seqs: int, heads: int, processors: int) -> int:
+    """Tiles of one sequence, each a little shorter than the last, are shared out evenly beforehand, with the next one's
+    keys on their way meanwhile. Those of several are taken by whoever is free.
+    """
+    return processors if num_seqs == 1 else heads * (full_tiles + min(num_seqs, CHUNKS))
 
 
 def launch_prefill(

@@ -10,6 +10,7 @@ import pytest
 import tiny_moe
 from backends import BACKENDS
 from oracle import greedy
+from shapes import Ragged
 from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import shared_prefixes
@@ -73,6 +74,44 @@ def test_triton_attention_equals_float64(dtype: str, near: float) -> None:
             out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
             np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")
             assert not out[len(want) :].any(), case.name
+
+
+EDGES = Ragged("edges", (0, 50, 77, 300, 1000, 511), (37, 1, 130, 200, 16, 2), 2, 4, 128, 128, 16, 9)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+@pytest.mark.parametrize(
+    "case",
+    [
+        EDGES,
+        replace(EDGES, name="sinks-of-3", group_size=3, sinks=True),
+        replace(EDGES, name="groups-of-1", group_size=1, block_size=8),
+        replace(EDGES, name="groups-of-5-64", group_size=5, k_dim=64, v_dim=64, block_size=128, spare_width=0),
+        replace(EDGES, name="turns", computed=(0, 129), counts=(300, 260), kv_heads=8, group_size=8, block_size=32),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize(("dtype", "near"), [("float16", 5e-3), ("bfloat16", 4e-2)])
+def test_prefill_on_hopper_equals_float64(
+    dtype: str, near: float, case: Ragged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends within blocks and within tiles of keys, cached prefixes, groups that fill no tile, more than one turn."""
+    import torch
+    from kernels.test_attention import ORDERS, attend, expected, make_batch
+
+    from octavo.kernels_triton import hopper_prefill
+
+    if not hopper_prefill.is_hopper(torch.device("cuda")):
+        pytest.skip("no Hopper GPU")
+    launched, launch = [], hopper_prefill.launch
+    monkeypatch.setattr(hopper_prefill, "launch", lambda *args: (launched.append(args), launch(*args)))
+    backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
+    for order in ORDERS:
+        batch = make_batch(case)
+        out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
+        np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=order)
+        assert not out[len(want) :].any()
+    assert len(launched) == len(ORDERS)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")

@@ -8,6 +8,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from octavo.engine.shared_prefixes import TILE
 from octavo.kernels_triton import (
@@ -17,6 +19,8 @@ from octavo.kernels_triton import (
     few_rows_kernels,
     fused,
     greatest,
+    hopper_kernels,
+    hopper_prefill,
     shared_prefix,
     triton_attention,
 )
@@ -94,6 +98,21 @@ def compile(
     print(name, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
+def compile_for_hopper(name: str, group: int, dim: int, head_major: bool) -> None:
+    """The prefill that is written for it: arrays come as descriptors of boxes."""
+    kernel, wide, layout = hopper_kernels.prefill, triton.next_power_of_2(group), NVMMASharedLayout(128, 16, 4)
+    block = [1, 1, 16, hopper_prefill.ATOM] if head_major else [1, 16, 1, hopper_prefill.ATOM]
+    boxes = {"q_desc": [hopper_prefill.queries(group) // 2, 1, wide, dim], "k_desc": block, "v_desc": block}
+    constants = {"K": 8, "G": group, "GP": wide, "P": 16, "N": hopper_prefill.KEYS, "D": dim}
+    constants |= {"STAGES": hopper_prefill.STAGES, "SINKS": head_major, "HEAD_MAJOR": head_major}
+    signature = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(constants, "constexpr")
+    signature |= {a: f"tensordesc<bf16{box},{layout!r}>" for a, box in boxes.items()}
+    signature |= {"out": "*bf16", "sinks": "*bf16", "factor": "fp32", "table_s": "i32"}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    print(name, triton.compile(source, target=target, options={"num_warps": 4}).metadata.shared)
+
+
 def main() -> None:
     apart = {"WITHIN": False, "GP": 4, "C": 1}
     for cache, kind in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*fp8e4nv")):
@@ -119,6 +138,8 @@ def main() -> None:
     compile(
         "prefill-i8", attention_kernels.prefill, constants | {"SCALED": True}, tile.num_warps, tile.num_stages, "*i8"
     )
+    compile_for_hopper("prefill-hopper", 4, 128, False)
+    compile_for_hopper("prefill-hopper-64", 7, 64, True)
     for name, shape, rows in (
         ("few-rows", (1024, 4096, False, False), (16, 64, 128, 4, 4, 4, 256)),
         ("few-rows-gate", (4096, 28672, True, False), (16, 64, 128, 1, 4, 4, 128)),

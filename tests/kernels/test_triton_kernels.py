@@ -17,10 +17,10 @@ from shapes import DECODE, MIXED, PREFILL, SHARED, Ragged
 from tolerances import tolerance
 
 from octavo.engine import shared_prefixes
-from octavo.kernels_triton import fused, greatest, triton_attention
+from octavo.kernels_triton import fused, greatest, hopper_prefill, triton_attention
 from octavo.kernels_triton.arrivals import counters
 from octavo.kernels_triton.ops import TorchOps
-from octavo.models.interface import Rope, Step
+from octavo.models.interface import AttentionSpec, Rope, Step
 
 pytestmark = pytest.mark.usefixtures("guarded")
 
@@ -92,6 +92,31 @@ def test_busy_devices_split_long_contexts_alone(programs: int, splits: int, monk
     assert least == (64 if programs <= 132 else 1024) and triton_attention.least_keys(programs, False, cpu) == 128
     assert triton_attention.num_splits(programs, 4352, least, cpu) == splits
     assert triton_attention.num_splits(programs, least, least, cpu) == 1
+
+
+def test_prefill_for_hopper_serves_what_its_tiles_and_copies_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_prefill, "is_hopper", lambda device: True)
+    spec = AttentionSpec(2, 4, 128, 128, 0.1)
+    qkv = torch.zeros(3, 2, 6, 128, dtype=torch.bfloat16)
+    q, pool = qkv[:, :, :4], torch.zeros(5, 16, 2, 128, dtype=torch.bfloat16)
+    assert hopper_prefill.serves(q, pool, pool, 16, spec, scaled=False)
+    assert not hopper_prefill.serves(q, pool, pool, 16, spec, scaled=True)
+    assert not hopper_prefill.serves(q, pool, pool, 256, spec, scaled=False)
+    assert not hopper_prefill.serves(q.float(), pool.float(), pool.float(), 16, spec, scaled=False)
+    assert not hopper_prefill.serves(q, pool.to(torch.float8_e4m3fn), pool, 16, spec, scaled=False)
+    for other in (replace(spec, window=64), replace(spec, softcap=5.0), replace(spec, k_dim=96, v_dim=96)):
+        assert not hopper_prefill.serves(q, pool, pool, 16, other, scaled=False)
+    # rows that do not begin at multiples of 16 bytes
+    odd = torch.zeros(3, 2, 4, 132, dtype=torch.bfloat16)[..., :128]
+    assert not hopper_prefill.serves(odd, pool, pool, 16, spec, scaled=False)
+    assert [hopper_prefill.queries(group) for group in (1, 3, 4, 64)] == [128, 32, 32, 2]
+
+
+def test_programs_on_hopper() -> None:
+    """As many as multiprocessors where tiles are shared out, else as many as tiles, of 32 sequences at most."""
+    assert triton_attention.hopper_programs(256, 1, 8, 132) == 132
+    assert triton_attention.hopper_programs(256, 2, 8, 132) == 8 * 258
+    assert triton_attention.hopper_programs(256, 256, 8, 132) == 8 * 288
 
 
 def test_a_tile_of_a_shared_prefix_has_as_many_members_as_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +274,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "decode-i8",
         "decode-fp8e4nv",
         "prefill-i8",
+        "prefill-hopper",
+        "prefill-hopper-64",
         "few-rows",
         "few-rows-gate",
         "few-rows-add",
