@@ -156,8 +156,9 @@ def common(
 ) -> dict[str, Any]:
     """What all kernels take by name: constants, and scales. Of heads as many as the arrays have, maybe a shard's."""
     n, p, h = PLACES[order]
-    # of both, although one may be narrower: tiles of two widths came out wrong in bfloat16 (Triton 3.6, Hopper)
-    width = max(16, triton.next_power_of_2(max(spec.k_dim, spec.v_dim)))
+    # of both, although one may be narrower: tiles of two widths came out wrong in bfloat16 (Triton 3.6, Hopper). A
+    # product is over 16 dims at least, and one over codes of 8 bits over half of them
+    width = max(16 if k.dtype == q.dtype else 32, triton.next_power_of_2(max(spec.k_dim, spec.v_dim)))
     return {
         **dict(zip(("Q_T", "Q_K", "Q_G"), q.stride(), strict=False)),
         **{f"K_{a}": k.stride(i) for a, i in (("N", n), ("P", p), ("K", h))},

@@ -115,11 +115,15 @@ def compile_for_hopper(name: str, group: int, dim: int, head_major: bool) -> Non
 
 def main() -> None:
     apart = {"WITHIN": False, "GP": 4, "C": 1}
-    for cache, kind in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*fp8e4nv")):
-        tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, cache)
-        constants = ATTENTION | {"SCALED": True, "NARROW": True, "SPLIT": False, "SHARED": False, "LEAST": 128} | apart
-        constants |= {"M": tile.rows, "N": tile.keys}
-        compile(f"decode-{kind[1:]}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
+    for name, cache, dim in (("i8", torch.int8, 128), ("fp8e4nv", torch.float8_e4m3fn, 128), ("i8-16", torch.int8, 16)):
+        spec = AttentionSpec(8, 4, dim, dim, 0.1)
+        q, k = torch.empty(1, 8, 4, dim, dtype=torch.bfloat16), torch.empty(1, 16, 8, dim, dtype=cache)
+        tile = triton_attention.decode_tiling(spec, q.dtype, cache)
+        constants = triton_attention.common(q, k, k, "n p k d", spec, (q, q))
+        constants = {a: x for a, x in constants.items() if x is not q} | apart | {"M": tile.rows, "N": tile.keys}
+        constants |= {"NARROW": True, "SINKS": False, "SPLIT": False, "SHARED": False, "LEAST": 128}
+        kind = f"*{name.split('-')[0]}"
+        compile(f"decode-{name}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)
     least = {"LEAST": triton_attention.LEAST_APART}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):

@@ -272,6 +272,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "rope_write",
         "rope_write-norm",
         "decode-i8",
+        "decode-i8-16",
         "decode-fp8e4nv",
         "prefill-i8",
         "prefill-hopper",
