@@ -83,7 +83,9 @@ class Shapes:
             tokens = steps(budget, 128)
             # of one row XLA makes no product, and up to eight it pads for cuBLAS: a dozen kernels more a layer
             few = tuple(n for n in (2, 8) if n < max_num_seqs)
-            seqs, sampled = few + powers(2, max_num_seqs, 32), few[1:] + powers(4, max_num_seqs, 16)
+            # at 128 rows cuBLAS takes tiles that are slower than those for 160
+            seqs = tuple(n for n in (*few, 32, 64, 96, 160) if n < max_num_seqs) + powers(2, max_num_seqs, 256)
+            sampled = few[1:] + powers(4, max_num_seqs, 16)
         if exact:
             seqs = sampled = tuple(range(1, max_num_seqs + 1))
             tokens = (*range(8, budget, 8), budget)
@@ -97,6 +99,9 @@ class Shapes:
         if graph_tokens is not None:
             # a recording costs more than it saves where a row too many waits for the same launches
             seldom = tuple(n for n in sampled if n == 4 or n >= 16 or n == max_num_seqs)
+        # among few sizes those between powers of two cost most a token, and to leave more to the next step is cheaper
+        uneven = {n: n & (n - 1) if graph_tokens is None else n % FULL for n in tokens[:-1]}
+        full = (*(n for n in uneven if n >= FULL and not uneven[n]), budget)
         shared, shared_tokens = seqs, tokens
         if not exact:
             # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether
@@ -122,7 +127,7 @@ class Shapes:
             shared=shared,
             shared_tokens=shared_tokens,
             joined=tuple(n for n in seqs if n <= joined_seqs),
-            full=() if exact else tuple(n for n in tokens if n >= FULL and (graph_tokens is None or n % FULL == 0)),
+            full=() if exact else full,
         )
 
 
