@@ -23,7 +23,7 @@ import torch
 
 from ..kernels_triton.native import load
 from ..kernels_triton.ops import TorchOps
-from ..kernels_triton.products import Packed
+from ..kernels_triton.products import Packed, Twofold
 from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
 from .fingerprint import UnknownCode, fingerprint
@@ -65,7 +65,7 @@ def consume(x: Tensor) -> Tensor:
 
 def release(x: Tensor | Packed) -> None:
     """Frees the array's memory, whoever holds the array."""
-    if isinstance(x, Packed):
+    if isinstance(x, Packed | Twofold):
         x.release()
     else:
         x.set_()  # pyright: ignore[reportCallIssue]
@@ -391,13 +391,19 @@ class TorchBackend:
 
     def _stored(self, x: Tensor) -> Tensor:
         # from pinned memory it comes back at the full speed of the bus
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
-        return host.copy_(x)
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda").copy_(x)
+        return Twofold.once(host, x.depth) if isinstance(x, Twofold) else host
 
     @torch.inference_mode()
     def restore(self, stored: Any) -> Any:
         """The weights back on the device."""
-        return map_arrays(lambda x: x if isinstance(x, Packed) else x.to(self.device), stored)
+
+        def back(x: Tensor | Packed) -> Any:
+            if isinstance(x, Packed):
+                return x
+            return Twofold.of(x.to(self.device), x.depth) if isinstance(x, Twofold) else x.to(self.device)
+
+        return map_arrays(back, stored)
 
     @torch.inference_mode()
     def free(self, tree: Any) -> None:

@@ -232,6 +232,10 @@ class JaxOps(Collectives):
         a, b = jnp.split(x.astype(jnp.float32), 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
+    def attend_new(self, fn: Callable, *args: Any) -> tuple[Any, Any]:
+        """fn of these and ops: rope_write, then attention."""
+        return fn(*args, self)
+
     def rope_write(
         self,
         q_TKGD: jax.Array,

@@ -19,9 +19,9 @@ from .native import Native
 from .products import Packed, adds, look_up, matmul, matmul_add, pack
 
 if find_spec("triton"):
-    from . import arrivals, derive, expert_router, few_rows, fused, greatest
+    from . import arrivals, columns, derive, expert_router, few_rows, fused, greatest, lone_token
 else:
-    arrivals = derive = expert_router = few_rows = fused = greatest = None
+    arrivals = columns = derive = expert_router = few_rows = fused = greatest = lone_token = None
 
 Tensor = torch.Tensor
 BLOCK = 256  # of argmax
@@ -65,6 +65,8 @@ class TorchOps(Collectives):
             arrivals.counters(weight.device)
         if self.native and spec.product and Blocked.serves(weight, spec.product, self.native):
             return Blocked(weight, spec.product, self.native)
+        if columns and weight.is_cuda and spec.product and not self.pure:
+            return columns.kept(weight, spec.product)
         return pack(weight, spec.product)
 
     def einsum(
@@ -83,8 +85,13 @@ class TorchOps(Collectives):
         if isinstance(w, Blocked) and not apart and (w.gates or not gate):
             w.check(spec)
             return w.times(x, norm, gate, add)
+        ours = x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart)
+        if columns and ours:
+            y = columns.einsum(spec, x, w, norm, gate, add)
+            if y is not None:
+                return y
         x = self.rms_norm(x, *norm) if norm else x
-        if few_rows and x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart):
+        if few_rows and ours:
             y = few_rows.einsum(spec, x, w, gate, add)
             if y is not None:
                 return y
@@ -232,6 +239,21 @@ class TorchOps(Collectives):
             q_TKGD, new = self.rope(q_TKGD, rope), new | {"k": self.rope(new["k"], rope)}
         at = tuple({"n": step.blocks_T, "p": step.offsets_T}.get(a, slice(None)) for a in order.split()[:-1])
         return q_TKGD, {name: self.scatter(pools[name], at, new[name]) for name in pools}
+
+    def attend_new(
+        self, fn: Callable, q_TKGD: Tensor, new: dict[str, Tensor], rope: Any, pools: dict[str, Tensor], order: str,
+        step: Any, spec: Any, norm: tuple[Tensor, Tensor, float] | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """fn of these and ops: rope_write, then attention of these tokens. Consumes the pools."""
+        if (
+            lone_token
+            and q_TKGD.is_cuda
+            and not self.pure
+            and lone_token.serves(q_TKGD, new, rope, pools, order, step, spec, sinks)
+            and self._implementation(q_TKGD, spec, pools["k"].dtype, False) is IMPLEMENTATIONS["triton"]
+        ):
+            return lone_token.attend(q_TKGD, new, rope, pools, order, step, spec, norm), pools
+        return fn(q_TKGD, new, rope, pools, order, step, spec, norm, sinks, self)
 
     def places(self, fn: Callable, rows: dict[str, Tensor], inputs: Any, group: int, size: int) -> dict[str, Tensor]:
         """fn(rows, inputs, group, block_size, ops): where a step's tokens belong."""

@@ -74,6 +74,33 @@ class Packed:
         return (2 if "rows" in self.__dict__ else 1) * self.shape.numel() * self.matrix.element_size()
 
 
+class Twofold(Tensor):
+    """A weight that lies in memory twice: as it is, and `turned`, [N, depth]. To all but few rows it is the first."""
+
+    depth: int
+    turned: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def of(weight: Tensor, depth: int) -> Twofold:
+        """The weight, whose first axes are those of the depth, turned as well."""
+        both = Twofold.once(weight, depth)
+        both.turned = weight.reshape(depth, -1).t().contiguous()
+        return both
+
+    @staticmethod
+    def once(weight: Tensor, depth: int) -> Twofold:
+        """One that only remembers that it is to be turned: on its way to sleep."""
+        both = weight.as_subclass(Twofold)
+        both.depth = depth
+        return both
+
+    def release(self) -> None:
+        """Frees the weight: it is not to be used any more."""
+        del self.turned
+        self.set_()  # pyright: ignore[reportCallIssue]
+
+
 def pack(weight: Tensor, product: str | None) -> Tensor | Packed:
     """The weight for `product`: blocked where oneDNN multiplies its dtype natively, else itself."""
     if product is None or weight.device.type != "cpu" or not packs(weight.dtype):

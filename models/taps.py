@@ -83,6 +83,10 @@ class TappedOps:
         """The ops that may be one, one by one, so that each of them shows."""
         return fn(*args, self)
 
+    def attend_new(self, fn: Callable, *args: Any) -> tuple[Array, Any]:
+        """The ops that may be one, one by one, so that each of them shows."""
+        return fn(*args, self)
+
     def moe(self, *args: Array, add: Array) -> Array:
         """What the experts make of the rows, and the sum with what it is added to."""
         y = self.ops.moe(*args, add=None)

@@ -180,6 +180,67 @@ def test_products_with_a_measured_algorithm_equal_float64() -> None:
             assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+def test_products_of_very_few_rows_equal_float64() -> None:
+    """As this device cuts them, compiled, in bfloat16."""
+    import torch
+
+    from octavo.kernels_triton import columns
+
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device="cuda").bfloat16()
+
+    for rows, rules in columns.CUTS.get(torch.cuda.get_device_name(), {}).items():
+        for (depth, width, gate), cut in rules.items():
+            x, w, scale = random(rows, depth), random(depth, width) * depth**-0.5, random(depth)
+            rest = None if gate else random(rows, width)
+            want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale.double()
+            want = want @ w.double()
+            if gate:
+                want = torch.nn.functional.silu(want[:, : width // 2]) * want[:, width // 2 :]
+            want = want if rest is None else want + rest.double()
+            poison = torch.full_like(want, float("nan"), dtype=torch.bfloat16)
+            del poison
+            weight = w.t().contiguous() if cut.turned else w
+            out = columns.product(x, weight, cut, (scale, 1e-6), gate, rest)
+            assert float((out.double() - want).norm() / want.norm()) < 1e-2, (depth, width, gate)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+def test_a_lone_token_equals_float64() -> None:
+    """Compiled, in bfloat16: heads normed and turned, its key and value written, attention over them."""
+    import torch
+    from kernels.test_lone_token import Batch
+
+    from octavo.kernels_triton import lone_token
+    from octavo.models.interface import Rope
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return x.cuda().bfloat16() if x.is_floating_point() else x.cuda()
+
+    for length, heads, group, order in (
+        (1, 8, 2, "n p k d"),
+        (130, 8, 4, "n p k d"),
+        (700, 4, 4, "n k p d"),
+        (2500, 2, 1, "n p k d"),
+    ):
+        b = Batch(length, heads, group, 128, order)
+        new_k, want = b.want(normed=True)
+        pools, new = ({name: there(x) for name, x in tree.items()} for tree in (b.pools, b.new))
+        step = replace(b.step, **{name: there(getattr(b.step, name)) for name in
+                                  ("blocks_T", "offsets_T", "lengths_S", "block_tables_SB")})  # fmt: skip
+        rope = Rope(b.rope.inv_freq_D, b.rope.cos_TD.cuda(), b.rope.sin_TD.cuda())
+        norm, q = (there(b.norm[0]), there(b.norm[1]), 1e-6), there(b.q)
+        assert lone_token.serves(q, new, rope, pools, order, step, b.spec, None)
+        out = lone_token.attend(q, new, rope, pools, order, step, b.spec, norm)
+        np.testing.assert_allclose(out[0].double().cpu().numpy(), want, rtol=0, atol=4e-2)
+        at, offset = int(b.step.blocks_T), int(b.step.offsets_T)
+        key = pools["k"][at, offset] if order == "n p k d" else pools["k"][at, :, offset]
+        np.testing.assert_allclose(key.double().cpu().numpy(), new_k, rtol=0, atol=4e-2)
+
+
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_prefixes_equal_float64(backend: str, dtype: str, near: float) -> None:

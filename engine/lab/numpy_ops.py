@@ -92,6 +92,10 @@ class NumpyOps:
         a, b = np.split(x, 2, -1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
+    def attend_new(self, fn: Callable, *args: Any) -> tuple[Any, Any]:
+        """fn of these and ops: rope_write, then attention."""
+        return fn(*args, self)
+
     def rope_write(
         self, q_TKGD: Array, new: dict[str, Array], rope: Any, pools: dict[str, Array], order: str, step: Any,
         norm: tuple[Array, Array, float] | None = None,

@@ -39,8 +39,8 @@ class TokenMajor:
         """Rope, write, then attend: every row's keys are in the cache before any row reads."""
         rope = None if spec.rope is None else step.ropes[spec.rope]
         q, k, norm = parts["unnormed"] if "unnormed" in parts else (parts["q"], parts["k"], None)
-        q, cache = ops.rope_write(q, {"k": k, "v": parts["v"]}, rope, cache, self.order, step, norm)
-        return ops.attention(q, cache["k"], cache["v"], self.order, step, spec, parts.get("sinks")), cache
+        new = {"k": k, "v": parts["v"]}
+        return ops.attend_new(attend_new, q, new, rope, cache, self.order, step, spec, norm, parts.get("sinks"))
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,14 @@ class HeadMajor(TokenMajor):
     """[N, K, P, D]: a head's keys of one block lie together."""
 
     order: ClassVar[str] = "n k p d"
+
+
+def attend_new(
+    q: Array, new: dict[str, Array], rope: Any, cache: LayerCache, order: str, step: Step, spec: AttentionSpec,
+    norm: Any, sinks: Array | None, ops: Any,
+) -> tuple[Array, LayerCache]:  # fmt: skip
+    q, cache = ops.rope_write(q, new, rope, cache, order, step, norm)
+    return ops.attention(q, cache["k"], cache["v"], order, step, spec, sinks), cache
 
 
 def turned(ops: Any, parts: dict[str, Array], step: Step, spec: AttentionSpec) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from octavo.engine.shared_prefixes import TILE
 from octavo.kernels_triton import (
     attention_kernels,
+    column_kernels,
     derive,
     few_rows,
     few_rows_kernels,
@@ -21,6 +22,7 @@ from octavo.kernels_triton import (
     greatest,
     hopper_kernels,
     hopper_prefill,
+    lone_token,
     shared_prefix,
     triton_attention,
 )
@@ -28,6 +30,8 @@ from octavo.models.interface import AttentionSpec
 
 SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
 INTEGERS = {
+    "block",
+    "offset",
     "tables",
     "lengths",
     "starts",
@@ -151,6 +155,17 @@ def main() -> None:
     ):
         constants = few_rows.constants_of(*shape, few_rows.Tiling(*rows))
         compile(name, few_rows_kernels.product, constants, constants["num_warps"], constants["num_stages"])
+    for name, gate, cut in (
+        ("columns", False, {"TURNED": True, "N": 8, "D": 1024, "S": 2, "B": 1}),
+        ("columns-gate", True, {"TURNED": False, "N": 64, "D": 64, "S": 2, "B": 16}),
+    ):
+        constants = cut | {"DEPTH": 4096, "WIDTH": 4096, "GATE": gate, "ADD": not gate, "NORM": gate, "R": 1}
+        compile(name, column_kernels.product, constants, 4)
+    strides = {name: STRIDES.get(name, 128) for name in lone_token.decode.arg_names if name.isupper() and "_" in name}
+    for name, norm in (("lone", False), ("lone-norm", True)):
+        constants = strides | {"G": 4, "D": 128, "P": 16, "N": lone_token.KEYS, "NORM": norm}
+        compile(name, lone_token.decode, constants, 1)
+    compile("lone-reduce", lone_token.reduce, {"D": 128, "W": lone_token.WIDE, "Z": 64, "N": lone_token.KEYS}, 1)
     compile("derive", derive.derive_kernel, {"L": 4352, "P": 16, "B": derive.TOKENS, "C": derive.SEQS})
     compile("last_rows", derive.last_rows_kernel, {"E": 4096, "B": 1024})
     size = {"V": 151936, "SIZE": 19456, "B": greatest.TILE}
