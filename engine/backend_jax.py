@@ -32,7 +32,7 @@ from ..models.interface import (
 )
 from ..sharding.rules import ShardingRules
 from .compilers_jax import EACH, LEAST, MOST, Compilers, missing
-from .narrow_jax import Narrow
+from .narrow_jax import Narrow, copied
 from .parallel.replicas_jax import AXIS, JaxReplicas
 from .precompile_jax import precompile
 from .recipe import Recipe
@@ -272,7 +272,9 @@ class JaxBackend:
         at, small = args.index(consumes), tuple(i for i, name in enumerate(args) if name in ("inputs", "sampling"))
         if self.lean and small:
             fn, back = functools.partial(fn, ops=self.ops.in_place()), outs.index(consumes) if len(outs) > 1 else None
-            narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options)
+            # of a step with its head
+            copy = self._held(Jitted(jax.jit(copied)), copied, ((),)) if len(small) > 1 else None
+            narrow = Narrow(fn, at, back, tuple(i for i in small if i != at), compiler_options, copy)
             program = self._held(narrow, fn, (args, outs, consumes))
             self.renew = self.renew or self._held(Jitted(jax.jit(renewed, **RENEWS)), renewed, ((),))
             return Resident(program, small, self.renew, self.device if self.is_elsewhere else None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import BACKENDS
 
 from octavo.engine.backend_jax import compile_counter
-from octavo.engine.narrow_jax import Narrow
-from octavo.engine.saved_jax import Held
+from octavo.engine.narrow_jax import Narrow, copied
+from octavo.engine.saved_jax import Held, Jitted
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="programs of JAX")
 
@@ -63,3 +64,29 @@ def test_a_lowered_program_is_the_one_that_runs():
     before = compile_counter().compiles
     program(jnp.float32(5), state_of(1, 2, 3), inputs)
     assert compile_counter().compiles == before
+
+
+def test_results_stay_at_their_place_and_copies_are_returned():
+    copy = Held(Jitted(jax.jit(copied)), ())
+    program, state = Held(Narrow(step, 1, 1, (2,), lambda args: {}, copy), ()), state_of(1, 2, 3)
+    inputs, found = {"x": jnp.float32(1)}, []
+    for _ in range(3):
+        doubled, state = program(jnp.float32(5), state, inputs)
+        found.append(doubled)
+    # what was returned before is there, and what it should be
+    assert [float(x[0]) for x in found] == [14, 24, 34]
+    assert float(state["sum"][0]) == 17
+    # the sum and its double lie where they lay
+    compiled = program.lower(jnp.float32(5), state, inputs).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 24
+
+
+def test_a_call_that_failed_leaves_a_program_that_runs():
+    copy = Held(Jitted(jax.jit(copied)), ())
+    program, inputs = Held(Narrow(step, 1, 1, (2,), lambda args: {}, copy), ()), {"x": jnp.float32(1)}
+    gone = state_of(1, 2, 3)
+    program(jnp.float32(5), gone, inputs)
+    with pytest.raises(RuntimeError, match=r"deleted|donated"):
+        program(jnp.float32(5), gone, inputs)
+    doubled, _ = program(jnp.float32(5), state_of(1, 2, 3), inputs)
+    assert float(doubled[0]) == 14
