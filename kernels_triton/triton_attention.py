@@ -79,8 +79,10 @@ def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(rows, 32, 4, 2)
     keys = 64 if widest <= 128 else 32
+    if cache == dtype:
+        return Tiling(rows, keys, 4, 3)
     # codes of 8 bits: half the bytes, so half the warps to a tile, and two of them on their way
-    return Tiling(rows, keys, 4, 3) if cache == dtype else Tiling(rows, keys, 2, 5)
+    return Tiling(rows, keys, 2, 5) if rows < 64 else Tiling(rows, 32, 4, 5)
 
 
 def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
