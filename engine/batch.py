@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 # rows of a decode graph: a row too many costs least where there are many
 SEQS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4096, 64))
-FULL = 512  # tokens of which products leave no tile and few processors empty: steps of a busy engine are multiples
+# tokens of a busy engine's mixed step: at least, as each costs something beside its tokens; and where sizes lie close,
+# multiples, of which products leave no tile and few processors empty
+FULL, EVEN = 1024, 512
 STEP, LARGE = 128, 64  # tokens between the sizes of a mixed step, as a graph and beyond
 READ_TILE = 64  # hidden rows whose logprobs are read at a time
 MAX_TOKEN_IDS = 128  # ids a request can ask the logprobs of by name
@@ -100,8 +102,8 @@ class Shapes:
             # a recording costs more than it saves where a row too many waits for the same launches
             seldom = tuple(n for n in sampled if n == 4 or n >= 16 or n == max_num_seqs)
         # among few sizes those between powers of two cost most a token, and to leave more to the next step is cheaper
-        uneven = {n: n & (n - 1) if graph_tokens is None else n % FULL for n in tokens[:-1]}
-        full = (*(n for n in uneven if n >= FULL and not uneven[n]), budget)
+        even = [n for n in tokens[:-1] if not (n & (n - 1) if graph_tokens is None else n % EVEN)]
+        full = tuple(n for n in (*even, budget) if n >= FULL)
         shared, shared_tokens = seqs, tokens
         if not exact:
             # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .block_manager import BlockManager
 from .checks import integer
 from .policy import POLICIES
 from .request import Request
+
+HELD = 3  # steps that prompts wait at most until they fill one
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class SchedulerConfig:
     watermark: float = 0.0  # part of each pool that an admission leaves free while others run
     batches: int = 1  # how many may be in flight, each with its share of the requests, where stages work on several
     full: tuple[int, ...] = ()  # tokens of a step without padding: a busy one is cut down to one of these
+
+    @property
+    def cuts(self) -> bool:
+        """Whether busy steps are made full."""
+        return bool(self.full) and self.enable_chunked_prefill and self.batches == 1
 
     def __post_init__(self) -> None:
         seqs, budget, length = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
@@ -116,11 +122,17 @@ def longest(r: Request, max_model_len: int) -> int:
     return max_model_len if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, max_model_len)
 
 
-def full_step(sizes: Sequence[int], most: int, decodes: int, wanted: int) -> int:
-    """Tokens of a step at most: the largest of the sizes that what is wanted fills, or `most`.
+def busy_step(config: SchedulerConfig, most: int, ours: list[int], theirs: int, held: int) -> tuple[int, int]:
+    """(tokens of a step at most, for how many steps prompts have waited then), for a step in which some wait for seats.
 
-    The rest of a prompt joins the next step. A size that leaves prompts less than a quarter of what they want of the
-    step does not pay. `decodes` is the part of `wanted` that is no prompt's.
+    `ours`: what each running request wants, in order; `theirs`: what those want that can be admitted. Prompts that make
+    less than a full step wait, HELD steps at most, while others decode. If they make more, the step is as large as they
+    fill, and the rest joins the next; but a size that leaves them less than a quarter of what they want does not pay.
     """
+    decodes, wanted = ours.count(1), sum(ours) + theirs
+    # prompts that go on come last, so that decodes take all of so small a budget
+    last = config.order == "decode_first" and ours[:decodes].count(1) == decodes > 0
+    if last and decodes < wanted < config.full[0] and held < HELD:
+        return decodes, held + 1
     least = decodes + max(1, (wanted - decodes) // 4)
-    return next((n for n in reversed(sizes) if least <= n <= min(wanted, most)), most)
+    return next((n for n in reversed(config.full) if least <= n <= min(wanted, most)), most), 0

@@ -29,11 +29,11 @@ class RecordedScheduler(Scheduler):
         self._write("compiled", r.id)
 
     def schedule(self) -> Plan | None:
-        before = self.num_preemptions, len(self.left)
+        before = self.num_preemptions, len(self.left), self.held
         plan = super().schedule()
         if plan is not None and self.log is not None:
             self.log.planned(plan)
-        elif (self.num_preemptions, len(self.left)) != before:
+        elif (self.num_preemptions, len(self.left), self.held) != before:
             # nothing to run, but somebody has lost row and blocks, or given them up
             self._write("idle", self.step)
         return plan

@@ -13,7 +13,7 @@ from typing import Any
 from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
-from .limits import Limits, SchedulerConfig, check_length, check_room, full_step, longest
+from .limits import Limits, SchedulerConfig, busy_step, check_length, check_room, longest
 from .plan import Chunk, Plan, Reason, TableWrite, Transfer
 from .policy import as_policy
 from .preemption import warn
@@ -48,6 +48,7 @@ class Scheduler:
         self.step = self.first_step = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # computed, after a preemption again; hits are not
+        self.held = 0  # steps since prompts began to wait for more of them
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache, at first admissions
         self._clear()
 
@@ -415,18 +416,18 @@ class Scheduler:
             return None
         self.ending |= dict.fromkeys(self.alive[name] for name in draft.ended)
         plan = draft.plan(self.step, self.events)
-        self.step += 1
-        self.events = []
+        self.step, self.events = self.step + 1, []
         return plan
 
     def _budget(self) -> int:
-        """Tokens of a step: no more than make a full one, where somebody has to wait for a seat anyway."""
+        """Tokens of a step. Where somebody has to wait for a seat anyway, steps are made full."""
         seats, most = self.limits.max_num_seqs - len(self.running), self.limits.max_num_batched_tokens
-        whole = not self.config.enable_chunked_prefill or self.config.batches > 1
-        if whole or not self.config.full or len(self.waiting) <= seats:
+        held, self.held = self.held, 0
+        if not self.config.cuts or len(self.waiting) <= seats:
             return most
-        wanted = [r.num_wanted for r in self.running] + [len(r.tokens) for r in islice(self.waiting, seats)]
-        return full_step(self.config.full, most, wanted.count(1), sum(wanted))
+        theirs = sum(len(r.tokens) for r in islice(self.waiting, seats))
+        budget, self.held = busy_step(self.config, most, [r.num_wanted for r in self.running], theirs, held)
+        return budget
 
     def _share(self, num_requests: int) -> int:
         """How many of them a batch has."""

@@ -24,7 +24,15 @@ PLAIN = (
     *("computed", "in_flight", "row", "registered", "num_cached", "preemptions", "finish_reason", "stop_reason"),
     *("samples", "num_read", "complete", "first_step", "compiling", "last_step"),
 )
-COUNTERS = ("step", "first_step", "num_preemptions", "num_prompt_tokens", "num_queried_tokens", "num_hit_tokens")
+COUNTERS = (
+    "held",
+    "step",
+    "first_step",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_queried_tokens",
+    "num_hit_tokens",
+)
 
 
 def dump_state(s: Scheduler) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Oracle:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self.ending: list[Req] = []  # running ones of which all is planned, in the order of their last chunks
-        self.preempted = self.step = 0
+        self.preempted = self.step = self.held = 0
 
     def add(self, r):
         self.waiting.append(r)
@@ -79,12 +79,18 @@ class Oracle:
 
     def room(self):
         """Tokens of the step: a full one where somebody has to wait for a seat, and prompts get a quarter of theirs."""
+        held, self.held = self.held, 0
         seats = self.c.max_num_seqs - len(self.running)
         if not self.c.enable_chunked_prefill or self.c.batches > 1 or len(self.waiting) <= seats:
             return self.c.max_num_batched_tokens
         wants = [r.total - r.computed for r in self.running] + [len(r.known) for r in self.waiting[:seats]]
-        prompts = sum(n for n in wants if n > 1)
+        prompts = sum(n for n in wants[len(self.running) :]) + sum(n for n in wants[: len(self.running)] if n > 1)
         others = sum(wants) - prompts
+        if prompts and others and sum(wants) < min(self.c.full, default=0) and held < 3:
+            going = [n == 1 for n in wants[: len(self.running)]]
+            if self.c.order == "decode_first" and going == sorted(going, reverse=True):
+                self.held = held + 1
+                return others
         fits = [n for n in self.c.full if n <= self.c.max_num_batched_tokens and n <= sum(wants)]
         fits = [n for n in fits if n - others >= max(1, prompts // 4)]
         return max(fits, default=self.c.max_num_batched_tokens)

@@ -7,7 +7,7 @@ import logging
 import pytest
 from scheduler_world import add, make_request, make_scheduler, planned, run, step
 
-from octavo.engine.limits import SchedulerConfig, full_step
+from octavo.engine.limits import SchedulerConfig, busy_step
 from octavo.engine.plan import Reason
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.scheduler import Scheduler
@@ -139,16 +139,30 @@ def test_busy_steps_are_cut_down_to_full_ones():
     assert step(s) == {"b": 1, "c": 1, "d": 10}
 
 
+def test_prompts_that_do_not_fill_a_busy_step_wait_for_a_while():
+    s = make_scheduler(budget=24, caching=False, max_num_seqs=2, num_blocks=60, full=(8, 16))
+    add(s, make_request("a", 1, 20), make_request("b", 7, 1), make_request("c", 5, 1), make_request("d", 6, 1))
+    assert step(s) == {"a": 1, "b": 7}
+    assert [step(s) for _ in range(3)] == [{"a": 1}] * 3
+    assert step(s) == {"a": 1, "c": 5}
+    # nobody else is left waiting
+    assert step(s) == {"a": 1, "d": 6}
+
+
 def test_a_full_step_in_which_prompts_get_little_is_not_worth_it():
-    s = make_scheduler(budget=24, caching=False, max_num_seqs=7, num_blocks=60, full=(8, 16))
-    add(s, *(make_request(str(i), 1, 9) for i in range(6)), make_request("six", 1, 1))
-    step(s)
-    # 8 would leave 2 for the prompt, which is a quarter, and 1 is less
-    add(s, make_request("long", 8), make_request("waits", 8))
-    assert step(s) == {str(i): 1 for i in range(6)} | {"long": 2}
-    add(s, make_request("seventh", 1))
-    assert full_step((8, 16), 24, 7, 15) == 24
-    assert full_step((8, 16), 24, 7, 10) == 8
+    config = make_scheduler(budget=24, full=(8, 16)).config
+    assert busy_step(config, 24, [1] * 7, 8, 0) == (24, 0)
+    assert busy_step(config, 24, [1] * 7, 3, 0) == (8, 0)
+    assert busy_step(config, 24, [1] * 7, 12, 2) == (16, 0)
+
+
+def test_prompts_wait_only_behind_those_that_decode():
+    config = make_scheduler(budget=24, full=(16,)).config
+    assert busy_step(config, 24, [1, 1, 4], 5, 2) == (2, 3)
+    assert busy_step(config, 24, [1, 1, 4], 5, 3) == (24, 0)
+    assert busy_step(config, 24, [1, 4, 1], 5, 0) == (24, 0)
+    assert busy_step(config, 24, [4], 5, 0) == (24, 0)
+    assert busy_step(make_scheduler(budget=24, full=(16,), order="prefill_first").config, 24, [1], 5, 0) == (24, 0)
 
 
 def test_without_chunking_steps_are_as_full_as_prompts_make_them():

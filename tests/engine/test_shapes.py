@@ -46,10 +46,10 @@ def test_a_width_that_costs_nothing_has_few_sizes():
 
 def test_steps_of_a_busy_engine_are_cut_down_to_sizes_that_are_there():
     compiled, recorded = Shapes.chain(*ARGUMENTS, any_width=True), Shapes.chain(*ARGUMENTS, graph_tokens=4096)
-    assert compiled.full == (512, 1024, 2048, 4096, 8192)
+    assert compiled.full == (1024, 2048, 4096, 8192)
     # of sizes that lie closer, those at which products cost least a token
-    assert recorded.full == tuple(range(512, 8193, 512)) and {*recorded.full} <= {*recorded.tokens}
-    assert not Shapes.chain(*ARGUMENTS, exact=True).full
+    assert recorded.full == tuple(range(1024, 8193, 512)) and {*recorded.full} <= {*recorded.tokens}
+    assert not Shapes.chain(*ARGUMENTS, exact=True).full and not Shapes.chain(256, 1000, 4352, 16, 1000).full
 
 
 def test_recorded_heads_leave_out_sizes_that_wait_for_as_many_launches():
