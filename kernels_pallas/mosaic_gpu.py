@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from . import mosaic_prefill, triton_lowered
-from .ragged import Plan
+from .ragged import Plan, Several
 
 DIMS = (64, 128)
 CACHES = ("bfloat16", "float16")
@@ -50,27 +50,24 @@ def attend(
 
     Reference: reference.py. Tolerance: 2e-2 absolute, for inputs of unit variance.
     """
-    on_cpu, table = jax.default_backend() == "cpu", step.block_tables_SB
-    single = triton_lowered.decode(
-        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, order=order, spec=spec, interpret=on_cpu
+    on_cpu, table, several = jax.default_backend() == "cpu", step.block_tables_SB, None
+    if not plan.decode:
+        out = mosaic_prefill.prefill(
+            q_TKGD,
+            k,
+            v,
+            table,
+            _pairs(plan, spec),
+            sinks_KG,
+            order=order,
+            spec=spec,
+            interpret=mosaic_prefill.interpreter() if on_cpu else None,
+            num_programs=_programs(on_cpu),
+        )
+        several = Several(out, plan.end_1)
+    return triton_lowered.decode(
+        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, several, order=order, spec=spec, interpret=on_cpu
     )
-    if plan.decode:
-        return plan.join(single, None)
-    interpret = mosaic_prefill.interpreter() if on_cpu else None
-    pairs = _pairs(plan, spec)
-    several = mosaic_prefill.prefill(
-        q_TKGD,
-        k,
-        v,
-        table,
-        pairs,
-        sinks_KG,
-        order=order,
-        spec=spec,
-        interpret=interpret,
-        num_programs=_programs(on_cpu),
-    )
-    return plan.join(single, several)
 
 
 def prepare(plan: Plan, spec: Any, itemsize: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+ORDERED = 64  # rows beyond which they do not all run at once
 FILL = 512  # programs that keep an H200 busy: half or twice as many are 15-50 % slower
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x log2(e)): the hardware has exp2
 
@@ -42,6 +43,13 @@ class Prefixes(NamedTuple):
     length_I: jax.Array  # tokens that a row shares
 
 
+class Several(NamedTuple):
+    """Outputs of the tokens that are not alone, among which those of rows are put."""
+
+    out_TKGD: jax.Array
+    end_1: jax.Array  # tokens of the step that are real; what lies behind may be anything
+
+
 @jax.tree_util.register_pytree_node_class
 class Plan:
     """What the layers of a step share. Tiles of a size are made once, when first asked for. A pytree."""
@@ -53,7 +61,8 @@ class Plan:
         self.decode, self.num_tokens = step.decode, seq_T.shape[0]
         token_T = jnp.arange(self.num_tokens, dtype=jnp.int32)
         # padding follows the last real token; positions there are 0, but belong to nobody
-        self.real_T = token_T < starts_S1[-1]
+        self.end_1 = starts_S1[-1:].astype(jnp.int32)
+        self.real_T = token_T < self.end_1
         if step.decode:
             length_T = jnp.where(self.real_T, step.positions_T + 1, 0).astype(jnp.int32)
             self.rows = Rows(seq_T.astype(jnp.int32), token_T, length_T)
@@ -62,6 +71,8 @@ class Plan:
             length_S = jnp.where(self.counts_S == 1, self.lengths_S, 0).astype(jnp.int32)
             last = self.num_tokens - 1
             self.rows = Rows(seq_S, jnp.clip(self.starts_S, 0, last).astype(jnp.int32), length_S)
+        if len(self.rows.length_I) > ORDERED:
+            self.rows = longest_first(self.rows)
         self.prefixes = None
         if step.shared is not None:
             length_I = jnp.where(self.rows.length_I > 0, step.shared.lengths_S[self.rows.seq_I], 0)
@@ -71,16 +82,16 @@ class Plan:
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays, and what is no array."""
-        arrays = (self.counts_S, self.starts_S, self.lengths_S, self.seq_T, self.real_T, self.rows)
-        arrays = (*arrays, self.prefixes, self._made)
+        arrays = (self.counts_S, self.starts_S, self.lengths_S, self.seq_T, self.end_1, self.real_T)
+        arrays = (*arrays, self.rows, self.prefixes, self._made)
         return arrays, (self.decode, self.num_tokens)
 
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> Plan:
         """The plan again."""
         plan = object.__new__(cls)
-        plan.counts_S, plan.starts_S, plan.lengths_S, plan.seq_T, plan.real_T, plan.rows = arrays[:6]
-        plan.prefixes, plan._made = arrays[6:]
+        plan.counts_S, plan.starts_S, plan.lengths_S, plan.seq_T, plan.end_1, plan.real_T = arrays[:6]
+        plan.rows, plan.prefixes, plan._made = arrays[6:]
         plan.decode, plan.num_tokens = static
         return plan
 
@@ -109,15 +120,16 @@ class Plan:
         position_W = ((self.lengths_S - self.counts_S)[seq_W] + ahead_W).astype(jnp.int32)
         return Tiles(seq_W, start_W, end_W, position_W, last_S[-1:])
 
-    def join(self, single_IKGD: jax.Array, several_TKGD: jax.Array | None) -> jax.Array:
-        """[T, K, G, Dv]: each token's output from where it was made; zeros for padding."""
-        if several_TKGD is None:
-            # a decode step has a row a token, padding included
-            return single_IKGD
-        alone_T = (self.counts_S == 1)[self.seq_T] & self.real_T
-        out = jnp.where(alone_T[:, None, None, None], single_IKGD[self.seq_T], several_TKGD)
-        # what no tile wrote may be anything
-        return jnp.where(self.real_T[:, None, None, None], out, 0)
+
+def longest_first(rows: Rows) -> Rows:
+    """The rows by falling length, so that those which begin last take least. By comparing all: no GPU has to loop."""
+    length_I, index_I = rows.length_I, jnp.arange(rows.length_I.shape[0], dtype=jnp.int32)
+    ahead_II = (length_I[None] > length_I[:, None]) | (
+        (length_I[None] == length_I[:, None]) & (index_I[None] < index_I[:, None])
+    )
+    place_I = jnp.sum(ahead_II, axis=-1, dtype=jnp.int32)
+    row_I = jnp.sum(jnp.where(place_I[None] == index_I[:, None], index_I[None], 0), axis=-1, dtype=jnp.int32)
+    return Rows(*(x[row_I] for x in rows))
 
 
 def split_count(num_rows: int, num_kv_heads: int, fill: int = FILL, most: int = 64) -> int:

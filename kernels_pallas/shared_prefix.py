@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from .ragged import Prefixes, split_count
 from .reference import HIDDEN
-from .triton_tiles import Keys, Sizes, attend_tile, load, mask_of, power_of_two, prefill_sizes, start
+from .triton_tiles import Keys, Sizes, attend_tile, load, mask_of, power_of_two, prefill_sizes, put_row, start
 
 FILL = 256  # programs that keep the device busy
 
@@ -87,41 +87,49 @@ def attend(
     )(q_TKGD, k, v, table_SB, *prefixes[:3])
 
 
-def join_kernel(*refs: Any, v_dim: int) -> None:
+def join_kernel(*refs: Any, v_dim: int, placed: bool) -> None:
     """One row, kv head and query head: its own parts and, where it shares keys, those of the shared ones."""
-    own, once, (seq_ref, prefix_ref, out_ref) = refs[:3], refs[3:6], refs[6:]
+    own, once, (seq_ref, prefix_ref), where, out_ref = refs[:3], refs[3:6], refs[6:8], refs[8:-1], refs[-1]
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    shares, dv_D = prefix_ref[row] > 0, jnp.arange(power_of_two(v_dim))
-    found = []
-    for (out, top, total), at, is_there in ((own, row, None), (once, seq_ref[row], shares)):
-        part_Z = jnp.arange(top.shape[2])
-        there_Z = None if is_there is None else jnp.broadcast_to(is_there, part_Z.shape)
-        top_Z, sum_Z = (
-            plt.load(x.at[at, head, part_Z, group], mask=there_Z, other=None if there_Z is None else fill)
-            for x, fill in ((top, HIDDEN), (total, 0.0))
-        )
-        out_ZD = load(out.at[at, head, part_Z[:, None], group, dv_D[None, :]], there_Z, dv_D, v_dim, part_Z.shape[0])
-        found.append((top_Z, sum_Z, out_ZD))
-    highest = jnp.maximum(*(jnp.max(top_Z, axis=0) for top_Z, _, _ in found))
-    total, out_D = jnp.float32(0), jnp.zeros(dv_D.shape, jnp.float32)
-    for top_Z, sum_Z, out_ZD in found:
-        weight_Z = jnp.exp2(top_Z - highest)
-        total, out_D = total + jnp.sum(sum_Z * weight_Z, axis=0), out_D + jnp.sum(out_ZD * weight_Z[:, None], axis=0)
-    out_D = out_D / jnp.where(total > 0, total, 1.0)
-    plt.store(out_ref.at[row, head, group, dv_D], out_D.astype(out_ref.dtype), mask=dv_D < v_dim)
+    dv_D = jnp.arange(power_of_two(v_dim))
+
+    def joined() -> jax.Array:
+        shares, found = prefix_ref[row] > 0, []
+        for (out, top, total), at, is_there in ((own, row, None), (once, seq_ref[row], shares)):
+            part_Z = jnp.arange(top.shape[2])
+            there_Z = None if is_there is None else jnp.broadcast_to(is_there, part_Z.shape)
+            top_Z, sum_Z = (
+                plt.load(x.at[at, head, part_Z, group], mask=there_Z, other=None if there_Z is None else fill)
+                for x, fill in ((top, HIDDEN), (total, 0.0))
+            )
+            at_ZD = out.at[at, head, part_Z[:, None], group, dv_D[None, :]]
+            found.append((top_Z, sum_Z, load(at_ZD, there_Z, dv_D, v_dim, part_Z.shape[0])))
+        highest = jnp.maximum(*(jnp.max(top_Z, axis=0) for top_Z, _, _ in found))
+        total, out_D = jnp.float32(0), jnp.zeros(dv_D.shape, jnp.float32)
+        for top_Z, sum_Z, out_ZD in found:
+            weight_Z = jnp.exp2(top_Z - highest)
+            total = total + jnp.sum(sum_Z * weight_Z, axis=0)
+            out_D = out_D + jnp.sum(out_ZD * weight_Z[:, None], axis=0)
+        return out_D / jnp.where(total > 0, total, 1.0)
+
+    put_row(out_ref, where[0], where[1:3] if placed else None, joined, v_dim)
 
 
 def join(
-    own: list[jax.Array], once: list[jax.Array], seq_I: jax.Array, length_I: jax.Array, v_dim: int, *, dtype: Any,
-    interpret: bool,
+    own: list[jax.Array], once: list[jax.Array], seq_I: jax.Array, length_I: jax.Array, where: list[jax.Array],
+    out: jax.ShapeDtypeStruct, *, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """[I, K, G, Dv]: the rows' own parts and, where they share keys, their sequences' parts of those, made one."""
-    num_rows, num_heads, _, groups = own[1].shape
+    """The rows' own parts and, where they share keys, their sequences' parts of those, made one; `out` at their tokens.
+
+    `where` are the rows' tokens or, with those, what else put_row takes and the outputs among which these are put.
+    """
+    (num_rows, num_heads, _, groups), arguments = own[1].shape, [*own, *once, seq_I, length_I, *where]
     return pl.pallas_call(
-        functools.partial(join_kernel, v_dim=v_dim),
+        functools.partial(join_kernel, v_dim=out.shape[-1], placed=len(where) > 1),
         grid=(num_rows, num_heads, groups),
-        out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, groups, v_dim), dtype),
+        out_shape=out,
+        input_output_aliases={len(arguments) - 1: 0} if len(where) > 1 else {},
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="shared_prefix_join",
-    )(*own, *once, seq_I, length_I)
+    )(*arguments)

@@ -17,18 +17,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from . import shared_prefix
-from .ragged import FILL, Plan, Prefixes, Rows, Tiles, split_count
+from .ragged import FILL, Plan, Prefixes, Rows, Several, Tiles, split_count
 from .reference import FAR, HIDDEN
 from .triton_tiles import (
     CACHES,
     Keys,
     Sizes,
     attend_tile,
+    clear_padding,
     decode_sizes,
     load,
     mask_of,
     power_of_two,
     prefill_sizes,
+    put_row,
     start,
 )
 
@@ -57,15 +59,15 @@ def attend(
     """
     interpret = jax.default_backend() == "cpu"
     table = step.block_tables_SB
-    single = decode(
-        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, order=order, spec=spec, interpret=interpret
+    several = None
+    if not plan.decode:
+        sizes = prefill_sizes(spec, k.dtype.itemsize)
+        tiles = plan.tiles(sizes.rows // spec.group_size)
+        out = prefill(q_TKGD, k, v, table, tiles, sinks_KG, order=order, spec=spec, interpret=interpret)
+        several = Several(out, plan.end_1)
+    return decode(
+        q_TKGD, k, v, table, plan.rows, sinks_KG, plan.prefixes, several, order=order, spec=spec, interpret=interpret
     )
-    if plan.decode:
-        return plan.join(single, None)
-    sizes = prefill_sizes(spec, k.dtype.itemsize)
-    tiles = plan.tiles(sizes.rows // spec.group_size)
-    several = prefill(q_TKGD, k, v, table, tiles, sinks_KG, order=order, spec=spec, interpret=interpret)
-    return plan.join(single, several)
 
 
 def prepare(plan: Plan, spec: Any, itemsize: int) -> None:
@@ -75,83 +77,100 @@ def prepare(plan: Plan, spec: Any, itemsize: int) -> None:
 
 
 def decode_kernel(
-    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool, few: bool
-) -> None:
+    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool, few: bool,
+    placed: bool,
+) -> None:  # fmt: skip
     """One row, one kv head, one part of the keys: an output, or a partial one with its maximum and sum to be joined.
 
     `shared`: what a row shares with others comes from shared_prefix.py, and is left out here. `few`: which row and part
-    a program has is in a Work.
+    a program has is in a Work. `placed`: outputs are put at their tokens among others'.
     """
     q_ref, k_ref, v_ref, table_ref, seq_ref, token_ref, length_ref = refs[:7]
     refs = refs[7:]
     prefix_ref, refs = (refs[0], refs[1:]) if shared else (None, refs)
     work, refs = (refs[:3], refs[3:]) if few else (None, refs)
-    sinks_ref, outs = (refs[0], refs[1:]) if sinks else (None, refs)
+    sinks_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
+    end_ref, outs = (refs[0], refs[2:]) if placed else (None, refs)
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     if work is not None:
         row, part = work[0][row], work[1][row]
-    token, length, n = token_ref[row], length_ref[row], sizes.keys
-    group_M, d_D = jnp.arange(sizes.rows), jnp.arange(power_of_two(spec.k_dim))
-    keys = Keys(k_ref, v_ref, table_ref, order, seq_ref[row], head)
-    oldest = jnp.maximum(length - (spec.window or FAR), 0)
-    # parts begin at whole tiles, so that only the first and the last tile of a row need masks
-    base = oldest // n * n
-    if prefix_ref is not None:
-        base = oldest = prefix_ref[row]
-    share = pl.cdiv(pl.cdiv(length - base, parts), n) * n if work is None else work[2][row]
-    low = base + part * share
-    real_M = group_M < spec.group_size
-    if work is not None:
-        real_M = real_M & (low < length)
-    q_MD = load(q_ref.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
-    high = jnp.minimum(low + share, length)
+    length, n = length_ref[row], sizes.keys
+    group_M, (d_D, dv_D) = jnp.arange(sizes.rows), (jnp.arange(power_of_two(d)) for d in (spec.k_dim, spec.v_dim))
+    grouped_M = group_M < spec.group_size
 
-    def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-        key_N = low + j * n + jnp.arange(n)
-        seen_N = (key_N < high) & (key_N >= oldest)
-        seen = (seen_N, jnp.broadcast_to(seen_N[None, :], (sizes.rows, n))) if masked else None
-        return attend_tile(carry, q_MD, keys, spec, key_N, seen)
+    def put(at: jax.Array, out_MD: jax.Array) -> None:
+        ref = outs[0].at[at, head, group_M[:, None], dv_D[None, :]]
+        plt.store(ref, out_MD.astype(outs[0].dtype), mask=mask_of(grouped_M, dv_D, spec.v_dim, sizes.rows))
 
-    sink_M = None
-    if sinks_ref is not None:
-        sink_M = plt.load(sinks_ref.at[head, group_M], mask=real_M, other=0.0)
-        # the sink counts once: in the first part
-        sink_M = jnp.where(part == 0, sink_M.astype(jnp.float32), HIDDEN)
-    carry = start(sizes.rows, spec.v_dim, sink_M)
-    if sinks_ref is not None:
-        carry = carry[0], jnp.where(part == 0, carry[1], 0.0), carry[2]
-    whole = 0 if spec.window else jnp.maximum(high - low, 0) // n
-    carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    carry = lax.fori_loop(whole, pl.cdiv(jnp.maximum(high - low, 0), n), functools.partial(step, masked=True), carry)
-    top_M, sum_M, out_MD = carry
-    dv_D = jnp.arange(power_of_two(spec.v_dim))
-    mask_MD = mask_of(real_M, dv_D, spec.v_dim, sizes.rows)
-    if not joined:
-        out_MD = out_MD / jnp.where(sum_M > 0, sum_M, 1.0)[:, None]
-        out_ref = outs[0].at[row, head, group_M[:, None], dv_D[None, :]]
-        plt.store(out_ref, out_MD.astype(outs[0].dtype), mask=mask_MD)
+    def attend_row() -> None:
+        token = token_ref[row]
+        keys = Keys(k_ref, v_ref, table_ref, order, seq_ref[row], head)
+        oldest = jnp.maximum(length - spec.window, 0) if spec.window else jnp.int32(0)
+        # parts begin at whole tiles, so that only the first and the last tile of a row need masks
+        base = oldest // n * n
+        if prefix_ref is not None:
+            base = oldest = prefix_ref[row]
+        share = pl.cdiv(pl.cdiv(length - base, parts), n) * n if work is None else work[2][row]
+        # what is alone begins without knowing how long it is
+        low = base if parts == 1 else base + part * share
+        real_M = grouped_M if work is None else grouped_M & (low < length)
+        q_MD = load(q_ref.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
+        high = jnp.minimum(low + share, length)
+
+        def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
+            key_N = low + j * n + jnp.arange(n)
+            seen_N = (key_N < high) & (key_N >= oldest)
+            seen = (seen_N, jnp.broadcast_to(seen_N[None, :], (sizes.rows, n))) if masked else None
+            return attend_tile(carry, q_MD, keys, spec, key_N, seen)
+
+        sink_M = None
+        if sinks_ref is not None:
+            sink_M = plt.load(sinks_ref.at[head, group_M], mask=real_M, other=0.0)
+            # the sink counts once: in the first part
+            sink_M = jnp.where(part == 0, sink_M.astype(jnp.float32), HIDDEN)
+        carry = start(sizes.rows, spec.v_dim, sink_M)
+        if sinks_ref is not None:
+            carry = carry[0], jnp.where(part == 0, carry[1], 0.0), carry[2]
+        whole = 0 if spec.window else jnp.maximum(high - low, 0) // n
+        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
+        tiles = pl.cdiv(jnp.maximum(high - low, 0), n)
+        top_M, sum_M, out_MD = lax.fori_loop(whole, tiles, functools.partial(step, masked=True), carry)
+        if not joined:
+            put(token, out_MD / jnp.where(sum_M > 0, sum_M, 1.0)[:, None])
+            return
+        mask_MD = mask_of(real_M, dv_D, spec.v_dim, sizes.rows)
+        plt.store(outs[0].at[row, head, part, group_M[:, None], dv_D[None, :]], out_MD, mask=mask_MD)
+        plt.store(outs[1].at[row, head, part, group_M], top_M, mask=real_M)
+        plt.store(outs[2].at[row, head, part, group_M], sum_M, mask=real_M)
+
+    if end_ref is None:
+        attend_row()
         return
-    plt.store(outs[0].at[row, head, part, group_M[:, None], dv_D[None, :]], out_MD, mask=mask_MD)
-    plt.store(outs[1].at[row, head, part, group_M], top_M, mask=real_M)
-    plt.store(outs[2].at[row, head, part, group_M], sum_M, mask=real_M)
+    zeros_MD = jnp.zeros((sizes.rows, dv_D.shape[0]), jnp.float32)
+    clear_padding(end_ref, outs[0].shape[0], row, pl.num_programs(0), lambda token: put(token, zeros_MD))
+    pl.when(length > 0)(attend_row)
 
 
-def merge_kernel(*refs: Any, v_dim: int) -> None:
+def merge_kernel(*refs: Any, v_dim: int, few: bool, placed: bool) -> None:
     """The parts of one row, kv head and query head made one, by their maxima and sums."""
-    part_ref, top_ref, sum_ref, *used_refs, out_ref = refs
+    (part_ref, top_ref, sum_ref), refs, out_ref = refs[:3], refs[3:-1], refs[-1]
+    used_ref, refs = (refs[0], refs[1:]) if few else (None, refs)
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     part_C, dv_D = jnp.arange(top_ref.shape[2]), jnp.arange(power_of_two(v_dim))
-    used_C = part_C < used_refs[0][row] if used_refs else None
-    top_C, sum_C = (
-        plt.load(ref.at[row, head, part_C, group], mask=used_C, other=None if used_C is None else other)
-        for ref, other in ((top_ref, HIDDEN), (sum_ref, 0.0))
-    )
-    weight_C = jnp.exp2(top_C - jnp.max(top_C, axis=0))
-    total = jnp.sum(sum_C * weight_C, axis=0)
-    at = part_ref.at[row, head, part_C[:, None], group, dv_D[None, :]]
-    out_CD = load(at, used_C, dv_D, v_dim, part_C.shape[0])
-    out_D = jnp.sum(out_CD * weight_C[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
-    plt.store(out_ref.at[row, head, group, dv_D], out_D.astype(out_ref.dtype), mask=dv_D < v_dim)
+
+    def merged() -> jax.Array:
+        used_C = None if used_ref is None else part_C < used_ref[row]
+        top_C, sum_C = (
+            plt.load(ref.at[row, head, part_C, group], mask=used_C, other=None if used_C is None else other)
+            for ref, other in ((top_ref, HIDDEN), (sum_ref, 0.0))
+        )
+        weight_C = jnp.exp2(top_C - jnp.max(top_C, axis=0))
+        total = jnp.sum(sum_C * weight_C, axis=0)
+        at = part_ref.at[row, head, part_C[:, None], group, dv_D[None, :]]
+        out_CD = load(at, used_C, dv_D, v_dim, part_C.shape[0])
+        return jnp.sum(out_CD * weight_C[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
+
+    put_row(out_ref, refs[0], refs[1:3] if placed else None, merged, v_dim)
 
 
 class Work(NamedTuple):
@@ -189,13 +208,17 @@ def decode(
     rows: Rows,
     sinks_KG: jax.Array | None,
     prefixes: Prefixes | None = None,
+    several: Several | None = None,
     *,
     order: str,
     spec: Any,
     interpret: bool = False,
     parts: int | None = None,
 ) -> jax.Array:
-    """Outputs of the rows, [I, K, G, Dv]; zeros where a row is none. `prefixes` are read once for all their members."""
+    """Outputs of the rows at their tokens, [T, K, G, Dv]; zeros where a row is none. `prefixes` are read once for all.
+
+    Without `several` every token is a row's. With it, which is consumed, padding is zeros.
+    """
     num_rows, (num_heads, groups) = rows.seq_I.shape[0], q_TKGD.shape[1:3]
     sizes = decode_sizes(spec, k.dtype.itemsize)
     # a step of few rows may have one alone, whose keys are to keep the whole device busy
@@ -204,8 +227,8 @@ def decode(
     few = few and parts > 1
     if few:
         work = work_of(rows.length_I, spec.window, num_heads, sizes.keys, parts)
-    shape = (num_rows, num_heads, groups, spec.v_dim)
-    out: Any = jax.ShapeDtypeStruct(shape, q_TKGD.dtype)
+    final = jax.ShapeDtypeStruct((*q_TKGD.shape[:3], spec.v_dim), q_TKGD.dtype)
+    out: Any = final
     joined = parts > 1 or prefixes is not None
     if joined:
         some = (num_rows, num_heads, parts, groups)
@@ -220,33 +243,38 @@ def decode(
         shared=prefixes is not None,
         joined=joined,
         few=few,
+        placed=several is not None and not joined,
     )
     arguments = [q_TKGD, k, v, table_SB, *rows] + ([] if prefixes is None else [prefixes.length_I])
     arguments += [] if work is None else work[:3]
     arguments += [] if sinks_KG is None else [sinks_KG]
+    where = [] if several is None else [several.end_1, several.out_TKGD]
+    arguments += [] if joined else where
     out = pl.pallas_call(
         kernel,
         grid=(num_rows, num_heads, parts) if work is None else (work.row_W.shape[0], num_heads, 1),
         out_shape=out,
+        input_output_aliases={len(arguments) - 1: 0} if where and not joined else {},
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="paged_decode",
     )(*arguments)
     if not joined:
         return out
+    where = [rows.token_I, *([rows.length_I, *where] if where else [])]
     if prefixes is not None:
         once = shared_prefix.attend(q_TKGD, k, v, table_SB, prefixes, order=order, spec=spec, interpret=interpret)
-        return shared_prefix.join(
-            out, once, rows.seq_I, prefixes.length_I, spec.v_dim, dtype=q_TKGD.dtype, interpret=interpret
-        )
+        return shared_prefix.join(out, once, rows.seq_I, prefixes.length_I, where, final, interpret=interpret)
+    arguments = [*out, *([] if work is None else [work.used_I]), *where]
     return pl.pallas_call(
-        functools.partial(merge_kernel, v_dim=spec.v_dim),
+        functools.partial(merge_kernel, v_dim=spec.v_dim, few=work is not None, placed=several is not None),
         grid=(num_rows, num_heads, groups),
-        out_shape=jax.ShapeDtypeStruct(shape, q_TKGD.dtype),
+        out_shape=final,
+        input_output_aliases={} if several is None else {len(arguments) - 1: 0},
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="paged_decode_merge",
-    )(*out, *([] if work is None else [work.used_I]))
+    )(*arguments)
 
 
 def prefill_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, queries: int, sinks: bool) -> None:

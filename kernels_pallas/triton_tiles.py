@@ -5,11 +5,13 @@ Letters: M rows of a product (query x head), N keys of a tile, D padded to a pow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from .ragged import LOG2_E
@@ -111,3 +113,36 @@ def start(rows: int, v_dim: int, sink_M: jax.Array | None) -> tuple:
     if sink_M is None:
         return jnp.full((rows,), HIDDEN, jnp.float32), jnp.zeros((rows,), jnp.float32), out_MD
     return sink_M.astype(jnp.float32) * LOG2_E, jnp.ones((rows,), jnp.float32), out_MD
+
+
+def clear_padding(
+    end_ref: Any, num_tokens: int, row: jax.Array, num_rows: Any, put: Callable[[jax.Array], None]
+) -> None:
+    """put(token), which writes zeros, for the tokens behind the last real one that are the share of this row."""
+    first = end_ref[0] + row
+
+    def one(i: jax.Array, _: None) -> None:
+        put(first + i * num_rows)
+
+    lax.fori_loop(0, pl.cdiv(jnp.maximum(num_tokens - first, 0), num_rows), one, None)
+
+
+def put_row(out_ref: Any, token_ref: Any, others: Any, make: Callable[[], jax.Array], v_dim: int) -> None:
+    """make(), [Dv], written as the output of a program's row, kv head and query head, at the row's token.
+
+    `others` is None, or (lengths of rows, tokens that are real) where other tokens' outputs are there already: a row
+    that is none is then written nowhere, and padding is cleared.
+    """
+    row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    dv_D = jnp.arange(power_of_two(v_dim))
+
+    def put(at: jax.Array, out_D: jax.Array) -> None:
+        plt.store(out_ref.at[at, head, group, dv_D], out_D.astype(out_ref.dtype), mask=dv_D < v_dim)
+
+    if others is None:
+        put(token_ref[row], make())
+        return
+    length_ref, end_ref = others
+    zeros_D = jnp.zeros(dv_D.shape, jnp.float32)
+    clear_padding(end_ref, out_ref.shape[0], row, pl.num_programs(0), lambda token: put(token, zeros_D))
+    pl.when(length_ref[row] > 0)(lambda: put(token_ref[row], make()))
