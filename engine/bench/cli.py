@@ -142,7 +142,9 @@ def marks(
         "marks.json"
     ),
     again: Annotated[bool, typer.Option("--again", help="Run parts again that are there.")] = False,
-    backend: BackendName = "auto",
+    backend: Annotated[
+        str, typer.Option("--backend", "-b", help="auto, jax or torch; with a comma both, a column each.")
+    ] = "auto",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -156,13 +158,16 @@ def marks(
         from .marks_table import attention_rows, rows
 
         chosen, wanted = models.split(","), parts.split(",") if parts else []
-        backend = resolve_backend(backend)
-        found = run(backend, chosen, wanted, out=out, again=again, **engine_arguments(context.args))
+        backends = list(dict.fromkeys(resolve_backend(name) for name in backend.split(",")))
+        arguments, found = engine_arguments(context.args), {}
+        for name in backends:
+            found = run(name, chosen, wanted, out=out, again=again, **arguments)
         if as_json:
             print(json.dumps(found, indent=2))
             return
-        show(list(rows(found, backend, chosen)), False, title=json.dumps(found[f"{backend}//machine"]))
-        if alone := attention_rows(found, backend):
+        machines = {name: found[f"{name}//machine"] for name in backends}
+        show(list(rows(found, backends, chosen)), False, title=json.dumps(machines))
+        if alone := attention_rows(found, backends):
             show(alone, False, title="attention alone, beside FlashAttention-3")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .workloads import NAMES
@@ -43,26 +43,43 @@ MARKS: dict[str, dict[str, dict[str, float]]] = {
 }  # fmt: skip
 
 
-def rows(values: dict[str, Any], backend: str, models: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each part of these models in a file of results; on an H200 beside vLLM's figures and the marks."""
-    peers = "H200" in values[f"{backend}//machine"].get("gpu", "")
+def rows(values: dict[str, Any], backends: Sequence[str], models: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for each part of these models in a file of results, a column a backend.
+
+    On an H200 beside the marks and vLLM's figures. What was compiled or preempted is that of all backends.
+    """
+    peers = all("H200" in values[f"{backend}//machine"].get("gpu", "") for backend in backends)
     for model in models:
-        for part in ("startup", "startup-warm", *NAMES):
-            if (found := values.get(f"{backend}/{model}/{part}")) is None:
-                continue
-            row = {"model": model, "part": part, "octavo": found.get("tok_s", found.get("seconds"))}
-            row |= {"unit": "s" if "tok_s" not in found else "input tok/s" if part == "prefill" else "tok/s"}
-            row |= {"compiles": found.get("compiles"), "preemptions": found.get("preemptions")}
-            if peers:
-                row |= {"vLLM 0.26": VLLM.get(model, {}).get(part), "mark": MARKS[backend].get(model, {}).get(part)}
-            yield row
-        if equal := values.get(f"{backend}/{model}/identical"):
-            told = f"{equal['same']} of {equal['of']}"
-            row = {"model": model, "part": "identical", "octavo": told, "unit": "requests"}
-            yield row | dict.fromkeys(("compiles", "preemptions", *(("vLLM 0.26", "mark") if peers else ())))
+        for part in ("startup", "startup-warm", *NAMES, "identical"):
+            found = {backend: values.get(f"{backend}/{model}/{part}") for backend in backends}
+            if any(found.values()):
+                yield _row(model, part, found, peers)
 
 
-def attention_rows(values: dict[str, Any], backend: str) -> list[dict[str, Any]]:
-    """A row for each size at which attention alone was measured."""
-    measured = values.get(f"{backend}//attention", {})
-    return [{"attention": name} | found for name, found in measured.items()]
+def _row(model: str, part: str, found: dict[str, Any], peers: bool) -> dict[str, Any]:
+    seconds = part.startswith("startup")
+    unit = "s" if seconds else {"prefill": "input tok/s", "identical": "requests"}.get(part, "tok/s")
+    row = {"model": model, "part": part, "unit": unit}
+    row |= {backend: _told(part, value) for backend, value in found.items()}
+    if peers:
+        row |= {f"mark, {backend}": MARKS[backend].get(model, {}).get(part) for backend in found}
+        row["vLLM 0.26"] = VLLM.get(model, {}).get(part)
+    for what in ("compiles", "preemptions"):
+        counts = [value[what] for value in found.values() if value and what in value]
+        row[what] = sum(counts) if counts else None
+    return row
+
+
+def _told(part: str, value: dict[str, Any] | None) -> Any:
+    if value is None:
+        return None
+    return f"{value['same']} of {value['of']}" if part == "identical" else value.get("tok_s", value.get("seconds"))
+
+
+def attention_rows(values: dict[str, Any], backends: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each size at which attention alone was measured, by backend."""
+    return [
+        {"attention": name, "backend": backend} | found
+        for backend in backends
+        for name, found in values.get(f"{backend}//attention", {}).items()
+    ]

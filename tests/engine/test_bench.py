@@ -406,14 +406,35 @@ def test_an_h200_stands_beside_peers_and_other_machines_do_not():
         "torch//machine": {"gpu": "NVIDIA H200, 580"},
         "torch/llama-8b/prefill": {"tok_s": 40000.0, "seconds": 6.5, "compiles": 0},
     }
-    (row,) = marks_table.rows(values, "torch", ["llama-8b", "qwen3-0.6b"])
-    told = {"model": "llama-8b", "part": "prefill", "octavo": 40000.0, "unit": "input tok/s"}
+    (row,) = marks_table.rows(values, ["torch"], ["llama-8b", "qwen3-0.6b"])
+    told = {"model": "llama-8b", "part": "prefill", "torch": 40000.0, "unit": "input tok/s"}
     told |= {"compiles": 0, "preemptions": None}
-    assert row == told | {"vLLM 0.26": 41100, "mark": 41000}
+    assert row == told | {"vLLM 0.26": 41100, "mark, torch": 41000}
     values |= {"torch//machine": {"cpu": "x"}, "torch/llama-8b/identical": {"equal": False, "same": 3, "of": 4}}
-    prefill, identical = marks_table.rows(values, "torch", ["llama-8b"])
+    prefill, identical = marks_table.rows(values, ["torch"], ["llama-8b"])
     assert prefill == told
-    assert identical["octavo"] == "3 of 4" and list(identical) == list(told)
+    assert identical["torch"] == "3 of 4" and list(identical) == list(prefill)
+
+
+def test_two_backends_stand_in_one_table():
+    h200 = {"gpu": "NVIDIA H200, 580"}
+    values = {
+        "torch//machine": h200,
+        "jax//machine": h200,
+        "torch/llama-8b/decode-1": {"tok_s": 250.0, "compiles": 0, "preemptions": 1},
+        "jax/llama-8b/decode-1": {"tok_s": 231.0, "compiles": 2, "preemptions": 0},
+        "jax/llama-8b/startup-warm": {"seconds": 8.0, "compiles": 0},
+        "torch//attention": {"decode 1 x 8192": {"rate": 1900}},
+        "jax//attention": {"decode 1 x 8192": {"rate": 1800}},
+    }
+    start, decode = marks_table.rows(values, ["torch", "jax"], ["llama-8b"])
+    assert (start["torch"], start["jax"], start["mark, torch"], start["mark, jax"]) == (None, 8.0, 10, 12)
+    assert (decode["torch"], decode["jax"], decode["mark, torch"], decode["mark, jax"]) == (250.0, 231.0, 235, 230)
+    assert (decode["compiles"], decode["preemptions"], decode["vLLM 0.26"]) == (2, 1, 205)
+    assert [(r["backend"], r["rate"]) for r in marks_table.attention_rows(values, ["torch", "jax"])] == [
+        ("torch", 1900),
+        ("jax", 1800),
+    ]
 
 
 @on_torch
