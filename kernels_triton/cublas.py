@@ -117,8 +117,15 @@ class Plan:
 def device_table(device: torch.device) -> dict:
     if device.type != "cuda" or torch.version.cuda is None:
         return {}
-    version = library().cublasLtGetVersion()
-    return TABLE.get((torch.cuda.get_device_name(device), version), {})
+    name = torch.cuda.get_device_name(device)
+    versions = {version: rules for (place, version), rules in TABLE.items() if place == name}
+    if not versions:
+        return {}
+    try:
+        return versions.get(library().cublasLtGetVersion(), {})
+    except OSError:
+        # a build of torch that carries the library within itself
+        return {}
 
 
 @cache

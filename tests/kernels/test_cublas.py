@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,9 +74,23 @@ def test_everything_else_is_left_to_torch() -> None:
     assert cublas.product(random(18, 32), w, 1, True, random(18, 48)) is None
 
 
-def test_a_device_without_a_table_has_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_has_the_rules_of_its_name_and_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert cublas.device_table(torch.device("cpu")) == {}
+    version, names = SimpleNamespace(cublasLtGetVersion=lambda: 7), iter(["it", "it", "another", "it"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    monkeypatch.setattr(cublas, "library", lambda: version)
+    table_of, rules = cublas.device_table.__wrapped__, {(32, 48, True, False): {8: CONFIG}}
+    for key, found in ((("it", 7), rules), (("it", 8), {}), (("it", 7), {})):
+        monkeypatch.setattr(cublas, "TABLE", {key: rules})
+        assert table_of(torch.device("cuda")) == found
+
+    def missing() -> None:
+        raise OSError("libcublasLt.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(cublas, "library", missing)
+    assert table_of(torch.device("cuda")) == {}
 
 
 def test_the_table_is_in_order_and_whole() -> None:
