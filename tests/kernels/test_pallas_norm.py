@@ -34,3 +34,15 @@ def test_norm_lowers_for_cuda(size, dtype):
 
 def test_few_rows_are_left_to_xla():
     assert [norm.serves(jnp.zeros(shape)) for shape in ((8, 64), (9, 64), (9, 2, 64))] == [False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1024, 4096, 5120])
+def test_norm_equals_float64_on_a_gpu(size):
+    rng = np.random.default_rng(size)
+    x, scale = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((65, size), size))
+    out = norm.rms_norm(x, scale, eps=1e-5, interpret=False).astype(jnp.float32)
+    x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+    # rounded to 8 bits
+    np.testing.assert_allclose(out, want, rtol=2**-7, atol=0)
