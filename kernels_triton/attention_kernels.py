@@ -175,25 +175,27 @@ def put_together(
 # sizes that change from step to step make no variants of their own, each of which takes seconds to compile
 @triton.jit(do_not_specialize=["table_s", "num_seqs", "num_tokens", "num_parts"])
 def decode(
-    q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, turns, scale, factor, table_s,
+    q, k, v, tables, lengths, starts, prefixes, sinks, out, parts, peaks, sums, turns, order, scale, factor, table_s,
     num_seqs, num_tokens, num_parts, k_scale, v_scale,
     Q_T: tl.constexpr, Q_K: tl.constexpr, Q_G: tl.constexpr, K_N: tl.constexpr, K_P: tl.constexpr, K_K: tl.constexpr,
     V_N: tl.constexpr, V_P: tl.constexpr, V_K: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr, WITHIN: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr,
-    NARROW: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, ORDERED: tl.constexpr, WITHIN: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
     prefixes[s] keys are read elsewhere (shared_prefix.py), and of its num_parts parts only the first are made here.
-    NARROW: the cache holds codes of 8 bits.
+    NARROW: the cache holds codes of 8 bits. ORDERED: programs take the sequences in this order.
     WITHIN: the last split of a head to arrive, of those that have keys, puts them together, C at a time.
     """
     take_turn(EARLY)
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ORDERED:
+        s = tl.load(order + s)
     start = tl.load(starts + s)
     m, d, e, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
     own_M = m < G

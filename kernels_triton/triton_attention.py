@@ -47,11 +47,20 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step's layers share: its tiles, by the number of queries of a tile."""
+    """What a step's layers share: its tiles, by the number of queries of a tile, and which sequences go first."""
 
     starts_S1: Tensor
+    lengths_S: Tensor
     num_tokens: int
     tiles: dict[int, Tiles] = field(default_factory=dict)
+    orders: list[Tensor] = field(default_factory=list)
+
+    @property
+    def order_S(self) -> Tensor:
+        """The sequences, the longest first: so the last programs of a large launch are short. Made likewise."""
+        if not self.orders:
+            self.orders.append(torch.argsort(self.lengths_S, descending=True, stable=True).to(torch.int32))
+        return self.orders[0]
 
     def tiles_of(self, queries: int) -> Tiles:
         """Made when first asked for, on the device."""
@@ -69,7 +78,7 @@ class Plan:
 
 def plan(step: Any, spec: Any, block_size: int) -> Plan:
     """Nothing yet: tiles are cut when first asked for."""
-    return Plan(step.query_starts_S1, step.seq_ids_T.shape[0])
+    return Plan(step.query_starts_S1, step.lengths_S, step.seq_ids_T.shape[0])
 
 
 def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
@@ -140,7 +149,7 @@ def attend(
                 f"triton attention wants scales as its cache lies, not with strides {scale.stride()}"
             )
     constants = common(q_TKGD, k, v, order, spec, scales)
-    launch_decode(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG)
+    launch_decode(out_TKGV, q_TKGD, k, v, constants, step, spec, sinks_KG, plan)
     if step.decode:
         return out_TKGV
     if hopper_prefill.serves(q_TKGD, k, v, constants["P"], spec, scales is not None):
@@ -182,7 +191,15 @@ def common(
 
 
 def launch_decode(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, constants: dict, step: Any, spec: Any, sinks: Tensor | None
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    constants: dict,
+    step: Any,
+    spec: Any,
+    sinks: Tensor | None,
+    plan: Plan,
 ) -> None:
     """The rows of one token, and the padding."""
     tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype, k.dtype)
@@ -203,12 +220,15 @@ def launch_decode(
         parts = torch.empty((rows, constants["VP"]), dtype=torch.float32, device=q.device)
         peaks, sums = torch.empty((2, rows), dtype=torch.float32, device=q.device)
     within = within and splits > 1
+    ordered = num_parts == 1 and num_seqs * heads > RESIDENT * num_processors(q.device)
     kernels.decode[(heads, num_seqs, splits)](
         q, k, v, tables, lengths, starts, prefixes, q if sinks is None else sinks, out, parts, peaks, sums,
-        counters(q.device) if within else q, spec.scale, factor_of(spec), tables.stride(0), num_seqs, len(q), num_parts,
+        counters(q.device) if within else q, plan.order_S if ordered else q, spec.scale, factor_of(spec),
+        tables.stride(0), num_seqs, len(q), num_parts,
         **constants, **again, **early(q.device, heads * num_seqs * splits),
         SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
-        NARROW=k.dtype != q.dtype, WITHIN=within, GP=wide, C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
+        NARROW=k.dtype != q.dtype, ORDERED=ordered, WITHIN=within, GP=wide,
+        C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:

@@ -32,6 +32,7 @@ SPEC = AttentionSpec(8, 4, 128, 128, 0.1)
 INTEGERS = {
     "block",
     "offset",
+    "order",
     "tables",
     "lengths",
     "starts",
@@ -118,7 +119,7 @@ def compile_for_hopper(name: str, group: int, dim: int, head_major: bool) -> Non
 
 
 def main() -> None:
-    apart = {"WITHIN": False, "GP": 4, "C": 1}
+    apart = {"ORDERED": True, "WITHIN": False, "GP": 4, "C": 1}
     for name, cache, dim in (("i8", torch.int8, 128), ("fp8e4nv", torch.float8_e4m3fn, 128), ("i8-16", torch.int8, 16)):
         spec = AttentionSpec(8, 4, dim, dim, 0.1)
         q, k = torch.empty(1, 8, 4, dim, dtype=torch.bfloat16), torch.empty(1, 16, 8, dim, dtype=cache)
@@ -132,7 +133,7 @@ def main() -> None:
     least = {"LEAST": triton_attention.LEAST_APART}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
         constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
-        constants |= {"WITHIN": split and not shared, "GP": 4, "C": 4}
+        constants |= {"ORDERED": not split, "WITHIN": split and not shared, "GP": 4, "C": 4}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
     rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
     for name, shared in (("reduce", False), ("reduce-shared", True)):

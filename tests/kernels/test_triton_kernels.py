@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import attention_batches
 import numpy as np
 import pytest
 import torch
@@ -49,6 +50,18 @@ def test_attention_equals_float64_and_writes_every_row(case: Ragged, order: str)
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
     # padding is defined, so that no nan spreads from it
     assert not out[len(want) :].any()
+
+
+@pytest.mark.parametrize("counts", [(1,) * 12, (1, 1, 3, 0, *(1,) * 8)], ids=["decode", "mixed"])
+def test_long_sequences_go_first_in_a_large_launch(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "num_processors", lambda device: 1)
+    computed = (5, 40, 9, 3, 17, 0, 33, 9, 1, 21, 8, 64)
+    batch = make_batch(replace(DECODE if counts[2] == 1 else MIXED, computed=computed, counts=counts))
+    step = attention_batches.make_step(batch, backend_of("torch", "triton"))
+    order = triton_attention.plan(step, batch.spec, 8).order_S
+    assert (step.lengths_S[order.long()].diff() <= 0).all() and order.sort().values.tolist() == [*range(len(counts))]
+    out, want = attend(backend_of("torch", "triton"), batch, "n p k d"), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
 
 
 SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 1, 1), k_dim=64, v_dim=64)
