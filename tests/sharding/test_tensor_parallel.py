@@ -82,7 +82,7 @@ def _prepared(model, backend):
 
 
 @cache
-def run_steps(mode, size, name="dense", rules="tensor"):
+def run_steps(mode, size, name, rules):
     """Tokens [steps, rows], last hidden rows, and the state they leave: a ragged prefill, then decode steps."""
     model, backend = _model(name), _backend(mode, size, rules)
     weights, state = _prepared(model, backend)
@@ -113,7 +113,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "rules", "size"), CASES)
 def test_steps_do_not_depend_on_the_number_of_devices(mode, name, rules, size):
     (ids, logprobs, hidden), _, state = run_steps(mode, size, name, rules)
-    (want_ids, want_logprobs, want_hidden), _, _ = run_steps("local", 1, name)
+    (want_ids, want_logprobs, want_hidden), _, _ = run_steps("local", 1, name, "tensor")
     assert ids.tolist() == want_ids.tolist()
     np.testing.assert_allclose(logprobs, want_logprobs, rtol=0, atol=tolerance("float32", "logits"))
     np.testing.assert_allclose(hidden, want_hidden, rtol=0, atol=tolerance("float32", "logits"))
@@ -142,7 +142,7 @@ def test_taps_show_all_tokens_of_rows_that_are_shared_out():
 @pytest.mark.parametrize("mode", ["shard_map", "auto"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_each_device_holds_its_share_of_weights_and_cache(mode, size):
-    _, weights, state = run_steps(mode, size)
+    _, weights, state = run_steps(mode, size, "dense", "tensor")
     model, rules = spec_of(EIGHT_HEADS), ShardingRules(TENSOR)
     specs = cache_specs(model, LAYOUT, [BLOCKS] * len(model.groups), ROWS, LENGTH)
     for tree, arrays in ((model.weights, weights), (specs.groups, state.groups), (specs.rows, state.rows)):
