@@ -53,7 +53,8 @@ def alone(backend: str, params: SamplingParams, names: tuple[int, ...]) -> list[
 
 def run(parts: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
     """Tokens of prompts[i], each at the replica that is named."""
-    schedulers = [_scheduler(parts.config, parts.memory_plan, parts.model) for _ in range(parts.config.num_joint)]
+    given = parts.config, parts.memory_plan, parts.model, parts.own.shapes.full
+    schedulers = [_scheduler(*given) for _ in range(parts.config.num_joint)]
     requests = [
         [
             Request(f"{n}-{i}", PROMPTS[i], params, request_key(params.seed or 0, 0), frozenset())
