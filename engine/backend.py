@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -138,6 +138,10 @@ class Backend(Protocol):
 
     def total_memory(self) -> int | None:
         """Bytes of the whole device, whoever has them; None where that is the host's memory."""
+        ...
+
+    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
+        """Bytes that are kept on a GPU beside a weight of this shape, for its product."""
         ...
 
     def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -426,6 +426,10 @@ class TorchBackend:
     def total_memory(self) -> int | None:
         """Bytes of the GPU, whoever has them; None on a CPU."""
         return torch.cuda.mem_get_info()[1] if self.device.type == "cuda" else None
+
+    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
+        """Bytes of a weight of this shape that lies turned as well; 0 of others, and on a CPU."""
+        return self.ops.bytes_beside(shape, product, getattr(torch, self.dtype), self.device)
 
     def any_width(self, specs: Iterable[Any], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""

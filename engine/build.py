@@ -139,7 +139,8 @@ def build_device(
     on: Backend = backends[-1]
     available = host_memory(config) if device == "cpu" else on.free_memory()
     available = world.least(available) if world else available
-    plan = memory_plan(config, model, divisors=divisors_of(config), available=available, total=on.total_memory())
+    sizes = {"available": available, "total": on.total_memory(), "beside": on.bytes_beside}
+    plan = memory_plan(config, model, divisors=divisors_of(config), **sizes)
     stage = stage_layers(config, model, world and world.rank)
     source = WeightsSource(config, given, model, checkpoint, on, world, stage)
     masks = _has_tokenizer(config, checkpoint) and grammar_library() is not None

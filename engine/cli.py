@@ -258,7 +258,7 @@ def plan(
 def _memory_plan(config: EngineConfig) -> MemoryPlan:
     """The plan that LLM would follow on that device. Reads the checkpoint's config alone, and starts no backend.
 
-    So "auto" is taken for a CPU, and of a GPU the free memory is not known.
+    So "auto" is taken for a CPU, and of a GPU neither the free memory is known nor what it keeps beside weights.
     """
     from ..models.registry import spec_from_hf
     from .build import host_memory, open_checkpoint, stored_dtype

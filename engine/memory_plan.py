@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +82,7 @@ class Planner:
     divisors: Mapping[str, int]
     available: int | None
     total: int | None = None
+    beside: Callable[[Sequence[int], str], int] | None = None
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -109,10 +110,11 @@ class Planner:
         """Bytes of the weights of a pipeline stage, on one device."""
         tree = stage_tree(self.model, layers, self.model.weights)
         specs, embed = leaves(tree), tree.get("embed")
+        beside = sum(self.beside(shard_of(s, self.divisors), s.product) for s in specs if self.beside and s.product)
         if self.config.backend == "torch" and embed is not None and embed.product is not None:
             # packed for its product, a tied table is kept a second time for look-ups
             specs.append(embed)
-        return sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
+        return beside + sum(spec_bytes(s, self.config.dtype, self.divisors) for s in specs)
 
     def stage_cache(self, layers: range, blocks: Sequence[int]) -> int:
         """Bytes of the pools of a pipeline stage, on one device."""
@@ -211,17 +213,19 @@ def memory_plan(
     divisors: Mapping[str, int] | None = None,
     available: int | None = None,
     total: int | None = None,
+    beside: Callable[[Sequence[int], str], int] | None = None,
 ) -> MemoryPlan:
     """The plan of a config that has been through `for_model`.
 
     `divisors` says over how many devices a logical axis is split; `available` is the free memory of a device in bytes
     (devices that are one host's CPU share its memory), None where it is not known; `total` is all that a GPU has, of
-    which gpu_memory_utilization is a part. Under max_model_len "auto" the plan's max_model_len is the longest that
-    fits. Raises ValueError when the cache cannot hold one request.
+    which gpu_memory_utilization is a part; `beside` (shape, product) are the bytes that the backend keeps beside a
+    weight, None: nothing. Under max_model_len "auto" the plan's max_model_len is the longest that fits. Raises
+    ValueError when the cache cannot hold one request.
     """
     if config.max_model_len is None:
         raise ValueError("max_model_len is not known yet: plan config.for_model(model)")
-    planner = Planner(config, model, divisors or {}, available, total)
+    planner = Planner(config, model, divisors or {}, available, total, beside)
     length = config.max_model_len
     if config.fit_model_len and planner.longest:
         length = min(length, planner.longest)
@@ -249,8 +253,12 @@ def available_memory() -> int | None:
 
 def spec_bytes(spec: ArraySpec, dtype: str, divisors: Mapping[str, int]) -> int:
     """Bytes of one device's shard."""
-    shard = (-(-n // divisors.get(axis or "", 1)) for n, axis in zip(spec.shape, spec.axes, strict=True))
-    return math.prod(shard) * itemsize(spec.dtype or dtype)
+    return math.prod(shard_of(spec, divisors)) * itemsize(spec.dtype or dtype)
+
+
+def shard_of(spec: ArraySpec, divisors: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    return tuple(-(-n // divisors.get(axis or "", 1)) for n, axis in zip(spec.shape, spec.axes, strict=True))
 
 
 def itemsize(dtype: str) -> int:

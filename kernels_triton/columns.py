@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -58,14 +60,21 @@ def cut_of(num_rows: int, depth: int, width: int, gate: bool, device: torch.devi
     return rules[min(fits)].get((depth, width, gate)) if fits else None
 
 
+def is_kept_turned(shape: Sequence[int], product: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of these kernels wants a weight of this shape turned as well."""
+    shared, first = contraction(product)
+    if not first or dtype != torch.bfloat16:
+        return False
+    depth, width = math.prod(shape[:shared]), math.prod(shape[shared:])
+    cuts = [cut_of(1, depth, width, gate, device) for gate in (False, True)]
+    return any(cut is not None and cut.turned for cut in cuts)
+
+
 def kept(weight: Tensor, product: str) -> Tensor:
     """The weight, turned as well if a product of these kernels wants it so."""
-    shared, first = contraction(product)
-    if not first or weight.dtype != torch.bfloat16:
+    if not is_kept_turned(weight.shape, product, weight.dtype, weight.device):
         return weight
-    depth, width = weight.shape[:shared].numel(), weight.shape[shared:].numel()
-    cuts = [cut_of(1, depth, width, gate, weight.device) for gate in (False, True)]
-    return Twofold.of(weight, depth) if any(cut and cut.turned for cut in cuts) else weight
+    return Twofold.of(weight, weight.shape[: contraction(product)[0]].numel())
 
 
 def einsum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -68,6 +69,12 @@ class TorchOps(Collectives):
         if columns and weight.is_cuda and spec.product and not self.pure:
             return columns.kept(weight, spec.product)
         return pack(weight, spec.product)
+
+    def bytes_beside(self, shape: Sequence[int], product: str, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that `prepare` keeps on a GPU beside a weight of this shape."""
+        if not columns or device.type != "cuda" or self.pure:
+            return 0
+        return math.prod(shape) * dtype.itemsize if columns.is_kept_turned(shape, product, dtype, device) else 0
 
     def einsum(
         self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None,

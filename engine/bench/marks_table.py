@@ -59,7 +59,7 @@ def rows(values: dict[str, Any], backends: Sequence[str], models: Sequence[str])
 def _row(model: str, part: str, found: dict[str, Any], peers: bool) -> dict[str, Any]:
     seconds = part.startswith("startup")
     unit = "s" if seconds else {"prefill": "input tok/s", "identical": "requests"}.get(part, "tok/s")
-    row = {"model": model, "part": part, "unit": unit}
+    row: dict[str, Any] = {"model": model, "part": part, "unit": unit}
     row |= {backend: _told(part, value) for backend, value in found.items()}
     if peers:
         row |= {f"mark, {backend}": MARKS[backend].get(model, {}).get(part) for backend in found}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -94,6 +94,9 @@ class NumpyBackend:
 
     def total_memory(self) -> int | None:
         return None
+
+    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
+        return 0
 
     def shares_prefixes(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:
         """No: it reads every sequence's own."""

@@ -201,10 +201,10 @@ def test_available_memory_is_some_of_this_machine():
     assert 2**20 < available_memory() < 2**50
 
 
-def _gpu_plan(available, total, **arguments):
+def _gpu_plan(available, total, beside=None, divisors=None, **arguments):
     config = engine_config("m", backend=BACKENDS[0], max_num_seqs=4, max_num_batched_tokens=64, **arguments)
     config = config.for_model(FULL, "cuda", "bfloat16")
-    return memory_plan(config, FULL, available=available, total=total)
+    return memory_plan(config, FULL, divisors=divisors, available=available, total=total, beside=beside)
 
 
 def test_on_a_gpu_the_cache_fills_its_part_of_the_card():
@@ -223,3 +223,23 @@ def test_on_a_gpu_the_cache_fills_its_part_of_the_card():
 def test_a_gpu_without_room_says_how_much_is_missing():
     with pytest.raises(ValueError, match=r"\d+ bytes too few beside \d+ of weights; no request fits"):
         _gpu_plan(1 << 20, 40 << 20)
+
+
+def test_what_lies_beside_weights_is_theirs():
+    """Of the shards that a device keeps; the cache has that much less."""
+    asked = []
+
+    def beside(shape, product):
+        asked.append(tuple(shape))
+        return 1000 if product == "tf,fe->te" else 0
+
+    probe = _gpu_plan(80 << 30, 80 << 30)
+    room = probe.total_bytes - probe.cache_bytes + 40 * BLOCK
+    plain = _gpu_plan(room, room, gpu_memory_utilization=1.0, max_model_len=64)
+    both = _gpu_plan(room, room, beside=beside, gpu_memory_utilization=1.0, max_model_len=64)
+    assert both.weights_bytes == plain.weights_bytes + 4 * 1000
+    assert both.total_bytes <= room and both.cache_bytes <= plain.cache_bytes - 4 * 1000 + BLOCK
+    assert asked.count((64, 32)) == 4
+    asked.clear()
+    _gpu_plan(80 << 30, 80 << 30, beside=beside, divisors={"mlp": 2})
+    assert asked.count((32, 32)) == 4 and (64, 32) not in asked

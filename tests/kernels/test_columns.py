@@ -116,3 +116,23 @@ def test_a_weight_that_slept_lies_twice_again() -> None:
     back = backend.restore(stored)
     assert isinstance(back["a"], Twofold) and torch.equal(back["a"].turned, weight.t())
     assert torch.equal(back["a"] + 0, weight) and type(back["b"]) is torch.Tensor
+
+
+def test_copies_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 8B shape all but gate_up: 6.4 GB, as an H200 was seen to hold (benchmarks/H200.md)."""
+    from octavo.engine.bench.workloads import CONFIGS
+    from octavo.models.interface import leaves
+    from octavo.models.registry import spec_from_hf
+
+    monkeypatch.setattr(columns, "device_name", lambda device: "NVIDIA H200")
+    columns.cut_of.cache_clear()
+    ops, cuda = TorchOps(), torch.device("cuda")
+    specs = [s for s in leaves(spec_from_hf(CONFIGS["llama-8b"]).weights) if s.product]
+
+    def count(dtype: torch.dtype, device: torch.device) -> int:
+        return sum(ops.bytes_beside(s.shape, s.product, dtype, device) for s in specs)
+
+    assert count(torch.bfloat16, cuda) == 32 * 2 * 4096 * (6144 + 4096 + 14336)
+    assert count(torch.float16, cuda) == count(torch.bfloat16, torch.device("cpu")) == 0
+    assert ops.bytes_beside((2048, 28672), "te,ef->tf", torch.bfloat16, cuda) == 0
+    columns.cut_of.cache_clear()
