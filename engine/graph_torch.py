@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -289,11 +289,16 @@ class GraphPool:
     def finish(self) -> None:
         """Waits until all can be replayed; raises what is wrong with one."""
         unready, self.unready = self.unready, []
+        # all of them first: what goes on after an error must not replay one that the thread still has
+        wait(unready)
         for future in unready:
             future.result()
 
     def renew(self) -> None:
         """Another pool: one whose graphs are all gone must not be recorded to again (torch asserts it)."""
+        self.unready.clear()
+        # behind all that the thread was given: it holds no graph, whose memory would else not be given back
+        self.readier.submit(int).result()
         self.pool = torch.cuda.graph_pool_handle()
 
     def try_out(self, run: Callable[[], Any]) -> tuple[Any, bool]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
 from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void
 from octavo.engine.batch import Shapes, at_least
-from octavo.engine.graph_torch import Inputs
+from octavo.engine.graph_torch import GraphPool, Inputs
 from octavo.models.interface import ArraySpec
 
 
@@ -153,6 +155,42 @@ def test_inputs_lie_end_to_end_and_keep_their_values() -> None:
         for got, want in zip(inputs.places, new, strict=True):
             assert got.numpy().dtype == want.dtype and np.array_equal(got.numpy(), want)
     assert len({x.untyped_storage().data_ptr() for x in inputs.places}) == 1
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> GraphPool:
+    """Of no GPU."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return GraphPool(torch.device("cpu"))
+
+
+class Graph:
+    """Takes a while to be made ready."""
+
+    is_ready = False
+
+    def instantiate(self) -> None:
+        time.sleep(0.1)
+        self.is_ready = True
+
+
+def test_one_recording_that_cannot_be_replayed_leaves_the_others_whole(pool: GraphPool) -> None:
+    graph = Graph()
+    pool.unready = [pool.readier.submit(int, "none"), pool.readier.submit(graph.instantiate)]
+    with pytest.raises(ValueError, match="none"):
+        pool.finish()
+    assert graph.is_ready and not pool.unready
+
+
+def test_recordings_that_are_gone_are_held_by_nobody(pool: GraphPool) -> None:
+    graph = Graph()
+    pool.unready = [pool.readier.submit(graph.instantiate)]
+    held = weakref.ref(graph)
+    del graph
+    pool.renew()
+    assert held() is None and not pool.unready
 
 
 def test_a_large_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
