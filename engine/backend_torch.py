@@ -223,7 +223,8 @@ class TorchBackend:
         """place_weight(np.resize(x, spec.shape), spec), repeated on the device."""
         size, few = math.prod(spec.shape), self._copy(x, spec)
         whole = few.repeat(-(-size // len(x)))[:size].reshape(spec.shape)
-        return self.ops.prepare(whole[self.shard(spec)].contiguous(), spec)
+        # no view: one would keep the memory of `whole` when it is released itself
+        return self.ops.prepare(whole[self.shard(spec)].contiguous().detach(), spec)
 
     def zeros(self, spec: ArraySpec) -> Tensor:
         shape = [at.stop - at.start for at in self.shard(spec)] or spec.shape

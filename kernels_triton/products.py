@@ -91,7 +91,8 @@ class Twofold(Tensor):
     @staticmethod
     def once(weight: Tensor, depth: int) -> Twofold:
         """One that only remembers that it is to be turned: on its way to sleep."""
-        both = weight.as_subclass(Twofold)
+        # no view: one would keep the weight's memory when it is released itself
+        both = torch.Tensor._make_subclass(Twofold, weight)
         both.depth = depth
         return both
 

@@ -248,6 +248,8 @@ def test_dummy_weights_are_made_again() -> None:
     llm = LLM(spec_of(TINY), load_format="dummy", backend=BACKENDS[0], enable_sleep_mode=True, block_size=8,
               num_gpu_blocks_override=40, max_num_seqs=2)  # fmt: skip
     want = tokens(llm, PROMPTS[:2])
+    # no views, which would keep memory that they give back themselves
+    assert all(getattr(x, "_base", None) is None for x in arrays(llm.runner.weights))
     llm.sleep(level=2)
     llm.wake_up()
     assert tokens(llm, PROMPTS[:2]) == want

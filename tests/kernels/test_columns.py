@@ -111,6 +111,8 @@ def test_a_weight_that_slept_lies_twice_again() -> None:
     backend, weight = TorchBackend(dtype="bfloat16"), torch.randn(4, 6).bfloat16()
     tree = {"a": Twofold.of(weight.clone(), 4), "b": weight.clone()}
     both = tree["a"]
+    # nor does anything keep the memory that it gives back
+    assert both._base is None
     stored = backend.offload(tree)
     assert not both.numel() and not hasattr(both, "turned")
     back = backend.restore(stored)
