@@ -103,10 +103,12 @@ def product(
     if end % cut.columns or depth % (cut.depth * cut.tiles):
         raise ValueError(f"{cut} does not divide {end} columns and a depth of {depth}")
     out = torch.empty((num_rows, end), dtype=x.dtype, device=x.device) if add is None else add
+    # however many programs: what they load before their turn is worth more than what turns cost them
+    ahead = early(x.device, 1)
     kernels.product[(end // cut.columns,)](
         x, w, scale, out, out, num_rows, x.stride(0), eps,
         TURNED=cut.turned, DEPTH=depth, WIDTH=width, GATE=gate, ADD=add is not None, NORM=norm is not None,
         R=triton.next_power_of_2(num_rows), N=cut.columns, D=cut.depth, S=cut.tiles,
-        B=max(1, min(cut.depth, once // cut.columns)), num_warps=cut.num_warps, **early(x.device, 1),
+        B=max(1, min(cut.depth, once // cut.columns)), num_warps=cut.num_warps, **ahead,
     )  # fmt: skip
     return out

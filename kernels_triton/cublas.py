@@ -59,10 +59,11 @@ def library() -> CDLL:
     return lib
 
 
-def call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any, about: str = "") -> None:
+    """Calls the library. Raises RuntimeError, `about` what, unless it returns CUBLAS_STATUS_SUCCESS, which is 0."""
     status = getattr(library(), "cublasLt" + name)(*args)
     if status:
-        raise RuntimeError(f"cublasLt{name} returned status {status}")
+        raise RuntimeError(f"cublasLt{name}{about} returned status {status} (cublasStatus_t), not 0")
 
 
 @cache
@@ -81,6 +82,7 @@ class Plan:
 
     def __init__(self, rows: int, depth: int, width: int, x_r: int, first: bool, device: torch.device):
         self.handle, self.desc, self.parts = handle(device), c_void_p(), [c_void_p() for _ in range(3)]
+        self.about = f" of {rows} rows and a weight {[depth, width] if first else [width, depth]} on {device}"
         call("MatmulDescCreate", byref(self.desc), COMPUTE_FP32, FP32)
         if not first:
             call("MatmulDescSetAttribute", self.desc, TRANSPOSE_A, byref(c_int(1)), c_size_t(4))
@@ -109,7 +111,7 @@ class Plan:
         call(
             "Matmul", self.handle, self.desc, byref(one), c_void_p(w.data_ptr()), a, c_void_p(x.data_ptr()), b,
             byref(beta), to, c, to, c, byref(found.algo), c_void_p(space.data_ptr()), c_size_t(found.workspace),
-            c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+            c_void_p(torch.cuda.current_stream(x.device).cuda_stream), about=self.about,
         )  # fmt: skip
 
 
@@ -146,15 +148,18 @@ def plan_of(
 def product(x: Tensor, w: Tensor, shared: int, first: bool, add: Tensor | None) -> Tensor | None:
     """x's last `shared` axes contracted with w's first or last; added to `add` in its memory, if there is one.
 
-    None: it is not for this room.
+    None: it is not for this library.
     """
-    if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16 or not w.is_contiguous() or x.stride(-1) != 1:
+    others = (w,) if add is None else (w, add)
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+        return None
+    if any(a.dtype != torch.bfloat16 or not a.is_contiguous() for a in others):
         return None
     free = w.ndim - shared
     tail, depth = (w.shape[shared:], w.shape[:shared]) if first else (w.shape[:free], w.shape[free:])
     plain = x.reshape(-1, depth.numel())
     known = plan_of(*plain.shape, tail.numel(), plain.stride(0), first, add is not None, x.device)
-    if known is None or any(a.data_ptr() % ALIGNMENT for a in (plain, w, w if add is None else add)):
+    if known is None or any(a.data_ptr() % ALIGNMENT for a in (plain, *others)):
         return None
     plan, found = known
     out = x.new_empty((*x.shape[: x.ndim - shared], *tail)) if add is None else add

@@ -93,6 +93,7 @@ class TorchOps(Collectives):
             w.check(spec)
             return w.times(x, norm, gate, add)
         ours = x.is_cuda and isinstance(w, Tensor) and not (self.pure or apart)
+        ours = ours and (add is None or add.is_contiguous())
         if columns and ours:
             y = columns.einsum(spec, x, w, norm, gate, add)
             if y is not None:

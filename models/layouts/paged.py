@@ -54,6 +54,7 @@ def attend_new(
     q: Array, new: dict[str, Array], rope: Any, cache: LayerCache, order: str, step: Step, spec: AttentionSpec,
     norm: Any, sinks: Array | None, ops: Any,
 ) -> tuple[Array, LayerCache]:  # fmt: skip
+    """([T, K, G, D], cache) of q [T, K, G, D] and the new k and v [T, K, D]: written first, then attended to."""
     q, cache = ops.rope_write(q, new, rope, cache, order, step, norm)
     return ops.attention(q, cache["k"], cache["v"], order, step, spec, sinks), cache
 

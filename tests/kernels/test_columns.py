@@ -107,6 +107,15 @@ def test_einsum_leaves_other_rows_to_other_kernels(monkeypatch: pytest.MonkeyPat
     assert len(seen) == 1
 
 
+@pytest.mark.usefixtures("ours")
+def test_a_sum_whose_rows_lie_apart_stays_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that write into it take its rows to lie behind one another."""
+    monkeypatch.setattr(columns, "CUTS", {"cpu": {2: {(48, 64, False): Cut(True, 8, 16, 3, 4)}}})
+    x, w, whole = torch.ones(2, 48).bfloat16(), torch.ones(48, 64).bfloat16(), torch.zeros(2, 80).bfloat16()
+    y = TorchOps().einsum("te,ef->tf", x, Twofold.of(w, 48), (None,), add=whole[:, :64])
+    assert (y == 48).all() and (whole[:, :64] == 48).all() and not whole[:, 64:].any()
+
+
 def test_a_weight_that_slept_lies_twice_again() -> None:
     backend, weight = TorchBackend(dtype="bfloat16"), torch.randn(4, 6).bfloat16()
     tree = {"a": Twofold.of(weight.clone(), 4), "b": weight.clone()}

@@ -70,6 +70,9 @@ def test_everything_else_is_left_to_torch() -> None:
     # rows that do not begin at multiples of 16 bytes, as a whole and one by one
     assert cublas.product(random(12, 33)[:, 1:], w, 1, True, None) is None
     assert cublas.product(random(12, 40)[:, 4:36], w, 1, True, None) is None
+    # sums that it would not find: of other numbers, or whose rows lie apart
+    assert cublas.product(random(12, 32), w, 1, True, random(12, 48).float()) is None
+    assert cublas.product(random(12, 32), w, 1, True, random(12, 64)[:, :48]) is None
     # an algorithm that the library does not take for this product
     assert cublas.product(random(18, 32), w, 1, True, random(18, 48)) is None
 
@@ -91,6 +94,12 @@ def test_a_device_has_the_rules_of_its_name_and_library(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cublas, "library", missing)
     assert table_of(torch.device("cuda")) == {}
+
+
+def test_what_the_library_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "library", lambda: SimpleNamespace(cublasLtMatmul=lambda *_: 13))
+    with pytest.raises(RuntimeError, match="cublasLtMatmul of 3 rows returned status 13"):
+        cublas.call("Matmul", about=" of 3 rows")
 
 
 def test_the_table_is_in_order_and_whole() -> None:
