@@ -3,7 +3,7 @@
 A weight depends on no earlier kernel. So a program asks for its first tiles before its turn (early.py), into registers,
 and behind its turn only rows come, which are small. The norm in front is a factor of the sums: nothing waits for it.
 
-A weight may lie turned, [WIDTH, DEPTH]: what a column is made of lies together then, and a program can have few columns.
+A weight may lie turned, [WIDTH, DEPTH]: a column is then made of what lies together, and a program can have few.
 
 Letters: R rows, N columns of a program, D depth of a tile, S tiles on their way, L numbers that a thread loads at once,
 B rows of a weight that is not turned, of which all threads together load once.
