@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -53,14 +53,6 @@ class Plan:
     lengths_S: Tensor
     num_tokens: int
     tiles: dict[int, Tiles] = field(default_factory=dict)
-    orders: list[Tensor] = field(default_factory=list)
-
-    @property
-    def order_S(self) -> Tensor:
-        """The sequences, the longest first: so the last programs of a large launch are short. Made likewise."""
-        if not self.orders:
-            self.orders.append(torch.argsort(self.lengths_S, descending=True, stable=True).to(torch.int32))
-        return self.orders[0]
 
     def tiles_of(self, queries: int) -> Tiles:
         """Made when first asked for, on the device."""
@@ -74,6 +66,11 @@ class Plan:
             firsts_W = (tile_W - (ends_S - each_S)[seqs_W]) * queries
             self.tiles[queries] = Tiles(seqs_W, firsts_W.to(torch.int32), ends_S[-1:])
         return self.tiles[queries]
+
+    @cached_property
+    def order_S(self) -> Tensor:
+        """The sequences, the longest first: so the last programs of a large launch are short. Made likewise."""
+        return torch.argsort(self.lengths_S, descending=True, stable=True).to(torch.int32)
 
 
 def plan(step: Any, spec: Any, block_size: int) -> Plan:
