@@ -59,7 +59,7 @@ class Narrow:
             out = jax.eval_shape(lambda *xs: self._look(kind, xs), *args)
             if self.copy:
                 found = jax.tree.leaves(self._others(out))
-                kept = self.kept[_shapes(args, self.kinds)] = tuple((x.shape, x.dtype.name) for x in found)
+                kept = self.kept[kind, _shapes(args, self.kinds)] = tuple((x.shape, x.dtype.name) for x in found)
         same, options = self._same_of(kind), self.options(args)
         key = tuple(options.items())
         if key not in self.programs:
@@ -75,7 +75,8 @@ class Narrow:
 
     def notes(self, *args: Any) -> tuple[Same, Kept]:
         """What a program lowered for these arguments does not change, and leaves in place: `bound` must know."""
-        return self._same_of(self._kind(args)), self.kept.get(_shapes(args, self.kinds), ())
+        kind = self._kind(args)
+        return self._same_of(kind), self.kept.get((kind, _shapes(args, self.kinds)), ())
 
     def bound(self, compiled: Any, notes: tuple[Same, Kept]) -> Callable[[tuple], Any]:
         """What calling this returns, by a program that was compiled from what `lower` gave."""

@@ -90,3 +90,15 @@ def test_a_call_that_failed_leaves_a_program_that_runs():
         program(jnp.float32(5), gone, inputs)
     doubled, _ = program(jnp.float32(5), state_of(1, 2, 3), inputs)
     assert float(doubled[0]) == 14
+
+
+def test_places_are_those_of_a_programs_own_kind():
+    def named(w: Any, state: dict[str, Any], inputs: dict[str, Any]) -> tuple:
+        doubled, out = step(w, state, {"x": next(iter(inputs.values()))})
+        return (doubled if "few" in inputs else jnp.tile(doubled, 2)), out
+
+    narrow = Narrow(named, 1, 1, (2,), lambda args: {}, Held(Jitted(jax.jit(copied)), ()))
+    few, many = ((jnp.float32(5), state_of(1, 2, 3), {name: jnp.float32(1)}) for name in ("few", "many"))
+    for args in (few, many):
+        narrow.lower(*args)
+    assert [narrow.notes(*args)[1] for args in (few, many)] == [(((n,), "float32"),) for n in (3, 6)]
