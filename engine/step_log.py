@@ -77,8 +77,12 @@ def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the other lines of a log. Raises ValueError for a line cut short, and for another format."""
     lines = read_text(Path(path)).splitlines()
     values = [_parsed(line, i, path) for i, line in enumerate(lines, 1)]
-    if not values or values[0].get("format") != FORMAT:
-        raise ValueError(f"{path} is not a step log of format {FORMAT}: {lines[0][:80] if lines else 'it is empty'}")
+    found = values[0].get("format") if values and isinstance(values[0], dict) else None
+    if found != FORMAT:
+        why = lines[0][:80] if lines else "it is empty"
+        if isinstance(found, int):
+            why = f"it has format {found}, so use the version of octavo that wrote it, or record the run again"
+        raise ValueError(f"{path} is not a step log of format {FORMAT}: {why}")
     return values[0]["header"], values[1:]
 
 

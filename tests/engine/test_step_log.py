@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -60,10 +61,19 @@ def test_line_cut_short_is_named(tmp_path):
         read_log(tmp_path / "log")
 
 
-@pytest.mark.parametrize("text", ["", '{"format":99,"header":{}}\n', "{}\n"], ids=["empty", "newer", "other"])
-def test_other_format_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "it is empty"),
+        ('{"header":{"model":"long"},"format":2}\n', "it has format 2, so use the version"),
+        ("{}\n", "{}"),
+        ("[3]\n", "[3]"),
+    ],
+    ids=["empty", "older", "other", "list"],
+)
+def test_other_format_is_refused(tmp_path, text, why):
     (tmp_path / "log").write_text(text)
-    with pytest.raises(ValueError, match="not a step log of format 3"):
+    with pytest.raises(ValueError, match=f"not a step log of format 3: {re.escape(why)}"):
         read_log(tmp_path / "log")
 
 
