@@ -35,22 +35,24 @@ class Paused:
 class Seldom:
     """with Seldom(): collections of everything come a hundred times more seldom, those of what is young as before.
 
-    Beside a loaded model each takes 0.1 s and more, while the device waits. Threads may overlap.
+    Beside a loaded model each takes 0.1 s and more, while the device waits. Threads may overlap. Thresholds that
+    somebody sets meanwhile stay.
     """
 
     lock = threading.Lock()
     depth = 0
-    before = (0, 0, 0)
+    before = during = (0, 0, 0)
 
     def __enter__(self) -> None:
         with Seldom.lock:
             if not Seldom.depth:
                 Seldom.before = young, middle, old = gc.get_threshold()
                 gc.set_threshold(young, middle, max(old, LOOKS))
+                Seldom.during = gc.get_threshold()
             Seldom.depth += 1
 
     def __exit__(self, *error: object) -> None:
         with Seldom.lock:
             Seldom.depth -= 1
-            if not Seldom.depth:
+            if not Seldom.depth and gc.get_threshold() == Seldom.during:
                 gc.set_threshold(*Seldom.before)

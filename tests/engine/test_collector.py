@@ -53,6 +53,16 @@ def test_everything_is_looked_at_seldom_until_the_last_block_ends() -> None:
     assert gc.get_threshold() == before
 
 
+def test_thresholds_that_are_set_meanwhile_stay() -> None:
+    before = gc.get_threshold()
+    try:
+        with Seldom():
+            gc.set_threshold(*before[:2], 17)
+        assert gc.get_threshold() == (*before[:2], 17)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_steps_of_a_generate_collect_what_is_young_alone() -> None:
     llm, seen = engine(), []
 
