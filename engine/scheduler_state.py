@@ -37,14 +37,15 @@ COUNTERS = (
 
 def dump_state(s: Scheduler) -> dict[str, Any]:
     """Everything that a scheduler is, its requests included."""
-    at = {r: i for i, r in enumerate(s.alive.values())}
+    # one that has given up its seat may be alive and leave its blocks to siblings
+    at = {r: i for i, r in enumerate(dict.fromkeys([*s.alive.values(), *s.estates.kept]))}
     return {
         "config": vars(s.config).copy(),
         "policy": s.policy.name,
         "limits": vars(s.limits).copy(),
         "blocks": s.blocks.dump(),
         "requests": dump_requests(s.alive.values(), s.estates.kept),
-        "num_kept": len(s.estates.kept),
+        "kept": [at[r] for r in s.estates.kept],
         "num_alive": len(s.alive),
         "running": [at[r] for r in s.running],
         "waiting": [at[r] for r in s.waiting],
@@ -69,7 +70,7 @@ def load_state(s: Scheduler, value: dict[str, Any]) -> None:
     for i in value["waiting"]:
         s.waiting.push(requests[i])
         s.estates.expect(requests[i])
-    s.estates.kept = requests[value["num_alive"] :][: value["num_kept"]]
+    s.estates.kept = [requests[i] for i in value["kept"]]
     s.free_rows, s.orphans = list(value["free_rows"]), dict(value["orphans"])
     s.events = [(name, Reason(code)) for name, code in value["events"]]
     for name in COUNTERS:

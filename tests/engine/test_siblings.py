@@ -13,6 +13,7 @@ from tiny import PROMPTS, RANDOM, engine
 
 from octavo.engine import LLM, SamplingParams
 from octavo.engine.outputs import CompletionOutput
+from octavo.engine.scheduler import Scheduler
 
 # ends at different times: some samples with their first token, some at max_tokens
 ENDS = replace(RANDOM, max_tokens=6, stop_token_ids=tuple(range(0, 97, 5)))
@@ -106,3 +107,20 @@ def test_they_are_given_back_when_somebody_needs_them_or_nobody_will() -> None:
     s.finish(orphan, "abort")
     assert not s.estates.kept
     check_state(s)
+
+
+def test_blocks_left_by_one_that_is_still_to_be_read_are_in_a_dump():
+    s = make_scheduler(max_num_seqs=1)
+    first = make_request("first", range(9), 1)
+    other = make_request("other", [7] * 3, 1)
+    s.add(first)
+    s.add(make_request("second", range(9), 1, first=first, index=1))
+    s.add(other)
+    s.schedule()
+    # who ends frees the seats of those of whom nothing but the end is unread
+    s.finish(other, "abort")
+    assert s.left == {first} and s.estates.kept == [first]
+    value = s.dump()
+    again = Scheduler.load(value)
+    assert again.dump() == value
+    assert again.estates.kept == [again.alive["first"]]
