@@ -130,9 +130,10 @@ def busy_step(config: SchedulerConfig, most: int, ours: list[int], theirs: int, 
     fill, and the rest joins the next; but a size that leaves them less than a quarter of what they want does not pay.
     """
     decodes, wanted = ours.count(1), sum(ours) + theirs
-    # prompts that go on come last, so that decodes take all of so small a budget
-    last = config.order == "decode_first" and ours[:decodes].count(1) == decodes > 0
-    if last and decodes < wanted < config.full[0] and held < HELD:
+    if decodes and (config.order != "decode_first" or ours[:decodes].count(1) < decodes):
+        # prompts go before some that decode: those would be what does not fit
+        return most, 0
+    if 0 < decodes < wanted < config.full[0] and held < HELD:
         return decodes, held + 1
     least = decodes + max(1, (wanted - decodes) // 4)
     return next((n for n in reversed(config.full) if least <= n <= min(wanted, most)), most), 0

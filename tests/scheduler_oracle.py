@@ -86,11 +86,12 @@ class Oracle:
         wants = [r.total - r.computed for r in self.running] + [len(r.known) for r in self.waiting[:seats]]
         prompts = sum(n for n in wants[len(self.running) :]) + sum(n for n in wants[: len(self.running)] if n > 1)
         others = sum(wants) - prompts
+        going = [n == 1 for n in wants[: len(self.running)]]
+        if others and (self.c.order == "prefill_first" or going != sorted(going, reverse=True)):
+            return self.c.max_num_batched_tokens
         if prompts and others and sum(wants) < min(self.c.full, default=0) and held < 3:
-            going = [n == 1 for n in wants[: len(self.running)]]
-            if self.c.order == "decode_first" and going == sorted(going, reverse=True):
-                self.held = held + 1
-                return others
+            self.held = held + 1
+            return others
         fits = [n for n in self.c.full if n <= self.c.max_num_batched_tokens and n <= sum(wants)]
         fits = [n for n in fits if n - others >= max(1, prompts // 4)]
         return max(fits, default=self.c.max_num_batched_tokens)

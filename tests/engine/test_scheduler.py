@@ -160,9 +160,18 @@ def test_prompts_wait_only_behind_those_that_decode():
     config = make_scheduler(budget=24, full=(16,)).config
     assert busy_step(config, 24, [1, 1, 4], 5, 2) == (2, 3)
     assert busy_step(config, 24, [1, 1, 4], 5, 3) == (24, 0)
-    assert busy_step(config, 24, [1, 4, 1], 5, 0) == (24, 0)
+    assert busy_step(config, 24, [1, 4, 1], 5, 0) == busy_step(config, 24, [1, 14, 1], 5, 0) == (24, 0)
     assert busy_step(config, 24, [4], 5, 0) == (24, 0)
     assert busy_step(make_scheduler(budget=24, full=(16,), order="prefill_first").config, 24, [1], 5, 0) == (24, 0)
+
+
+@pytest.mark.parametrize("order, sizes", [("decode_first", [1, 1, 1, 1, 1, 1, 10]), ("prefill_first", [12] + [1] * 6)])
+def test_decodes_lose_no_token_to_a_step_that_is_cut(order, sizes):
+    s = make_scheduler(budget=24, caching=False, max_num_seqs=7, num_blocks=60, full=(16,), order=order)
+    add(s, *(make_request(str(i), 1, 20) for i in range(6)))
+    step(s)
+    add(s, make_request("a", 12), make_request("b", 12))
+    assert list(step(s).values()) == sizes
 
 
 def test_without_chunking_steps_are_as_full_as_prompts_make_them():
