@@ -35,6 +35,9 @@ class NoGraphs:
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         return (lambda: None), run()
 
+    def finish(self) -> None:
+        """There is nothing to wait for."""
+
     def renew(self) -> None:
         """There is nothing to forget."""
 
