@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from embedded import embedded_model
 from typer.testing import CliRunner
 
@@ -16,7 +15,6 @@ DOC = Path(__file__).parents[1] / "docs" / "try_a_scheduling_policy.md"
 BLOCKS = re.findall(r"```(python|sh)\n(.*?)```(?:\n\n```\n(.*?)```)?", DOC.read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
 def test_the_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     embedded_model()
     monkeypatch.chdir(tmp_path)
