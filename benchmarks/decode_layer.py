@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cuda_graph import graph_us
 
 from octavo.kernels_triton import fused, triton_attention
 from octavo.kernels_triton.ahead import rehearsal
@@ -93,29 +93,6 @@ class Bench:
 def rope_of(num_tokens: int) -> Rope:
     angle = torch.rand((num_tokens, DIM // 2), device=DEVICE) * 6
     return Rope(angle, angle.cos(), angle.sin())
-
-
-def graph_us(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds a call, from replays of a graph of all."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    stream.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    times, many = [], 1
-    for turn in range(7):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        for _ in range(many):
-            graph.replay()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) * 1000 / many)
-        if turn == 1:
-            many = max(1, min(20, int(10_000 / times[1])))
-    return statistics.median(times[2:]) / len(calls)
 
 
 def use(way: Way) -> None:

@@ -10,15 +10,16 @@ go to $OUT/experts_h200.json, or beside this file.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_graph import graph_us
 from experts_cuts import CUTS
 from triton.runtime.errors import OutOfResources
 
@@ -64,23 +65,6 @@ def exact(x: Any, weights: Any, ids: Any, up: Any, down: Any) -> Any:
     return out
 
 
-def microseconds(run: Callable[[], None], calls: int = COPIES, times: int = 5) -> float:
-    """Of one call, from a CUDA graph of `run`, which makes so many: the least of some replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1000 / calls
-
-
 class Layer:
     """The experts of a layer on so many tokens, with each copy of the weights."""
 
@@ -93,11 +77,7 @@ class Layer:
         return kernels.experts(x, self.weights, self.ids, *self.layers[copy], x, x.dtype, sizes)
 
     def us(self, sizes: Any = None) -> float:
-        def run() -> None:
-            for i in range(COPIES):
-                self.one(sizes, i)
-
-        return microseconds(run)
+        return graph_us([partial(self.one, sizes, copy) for copy in range(COPIES)])
 
     def figures(self, us: float) -> dict[str, Any]:
         used = len(self.ids.unique())
@@ -250,7 +230,7 @@ def main() -> None:
     for dtype in DTYPES:
         keep(f"error {dtype}", check(dtype))
     for name, runs in small().items():
-        keep(name, {n: round(microseconds(run, 20), 2) for n, run in runs.items()})
+        keep(name, {n: round(graph_us([run]) / 20, 2) for n, run in runs.items()})
     made = {n: Layer(n, layers) for n in args.tokens}
     for num_tokens, layer in made.items():
         keep(f"{num_tokens} tokens", layer.figures(layer.us()))

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
+from cuda_graph import graph_us
 
 from octavo.kernels_triton import few_rows, few_rows_kernels, few_rows_table
 from octavo.kernels_triton.arrivals import counters
@@ -82,27 +80,6 @@ def jobs(rows: list[int]) -> list[tuple]:
     return list(dict.fromkeys(
         (*shape, tile) for shape in PRODUCTS.values() for r in rows for tile in tilings(shape[0], shape[1], shape[3], r)
     ))  # fmt: skip
-
-
-def graph_us(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds a call, from replays of a graph of all."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(8):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) * 1000 / len(calls))
-    return statistics.median(times[2:])
 
 
 def measure(name: str, num_rows: int) -> list[tuple[float, str, float]]:

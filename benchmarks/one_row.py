@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from decode_layer import Bench, graph_us, rope_of
+from cuda_graph import graph_us
+from decode_layer import Bench, rope_of
 
 from octavo.kernels_triton import columns, lone_token
 from octavo.kernels_triton.ahead import rehearsal

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_graph import graph_of
 
 from octavo.kernels_triton import cublas_table
 from octavo.kernels_triton.cublas import ATTRIBUTES, Config, Found, Plan, call, library
@@ -69,29 +70,6 @@ def named(plan: Plan, workspace: int) -> list[Config]:
     return [config_of(f) for f in found[: count.value] if f.state == 0]
 
 
-def graph_of(calls: list[Callable[[], Any]]) -> Callable[[], float]:
-    """Records all of them; each call of what this returns replays them and says the microseconds of one."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for each in calls:
-            each()
-
-    def replay() -> float:
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        b.synchronize()
-        return a.elapsed_time(b) * 1000 / len(calls)
-
-    replay()
-    return replay
-
-
 def by_torch(x: torch.Tensor, out: torch.Tensor, add: bool, turned: bool, w: torch.Tensor) -> torch.Tensor:
     plain = w.t() if turned else w
     return out.addmm_(x, plain) if add else torch.mm(x, plain, out=out)
@@ -129,7 +107,7 @@ class Case:
         plan, x, out = self.plan(rows), self.x[:rows], self.out[:rows]
         weights = self.weights[:2] if rows > 2048 else self.weights
         plain = graph_of([partial(by_torch, x, out, self.add, self.turned, w) for w in weights])
-        graphs: dict[Config | None, Callable[[], float]] = {None: plain}
+        graphs: dict[Config | None, Callable[[int], float]] = {None: plain}
         quick, made = {}, {}
         self.burn(plain)
         for each in self.named([rows]) | self.known:
@@ -141,7 +119,7 @@ class Case:
             except RuntimeError as error:
                 print("   ", each, error)
                 continue
-            quick[each], made[each], graphs[each] = graph(), found, graph
+            quick[each], made[each], graphs[each] = graph(1), found, graph
             for slow in sorted(quick, key=quick.__getitem__)[6:]:
                 graphs.pop(slow, None)
         self.burn(plain)
@@ -149,7 +127,7 @@ class Case:
         taken: dict[Config | None, list[float]] = {k: [] for k in graphs}
         for _ in range(4 if rows > 2048 else 8):
             for k, graph in graphs.items():
-                taken[k].append(graph())
+                taken[k].append(graph(1))
         us = {k: statistics.median(x) for k, x in taken.items()}
         torch_us = us.pop(None)
         best = min((k for k in us if k is not None), key=us.__getitem__)
@@ -161,10 +139,10 @@ class Case:
             "near": [[*k, round(x, 2)] for k, x in us.items() if k is not None],
         }  # fmt: skip
 
-    def burn(self, graph: Callable[[], float]) -> None:
+    def burn(self, graph: Callable[[int], float]) -> None:
         spent = 0.0
         while spent < BURN:
-            spent += graph() * len(self.weights)
+            spent += graph(1) * len(self.weights)
 
 
 def floor_of(depth: int, width: int, rows: int) -> float:
