@@ -28,6 +28,7 @@ from ..models.interface import ArraySpec
 from ..sharding.rules import ShardingRules, shard_of
 from .fingerprint import UnknownCode, fingerprint
 from .graph_torch import GraphPool, Program
+from .loading.cache_dir import is_ours
 from .parallel.replicas_torch import TorchReplicas
 from .recipe import Recipe
 
@@ -177,7 +178,7 @@ class TorchBackend:
         self.device, self.dtype, self.pure = torch.device(device), dtype, pure
         self.rules, self.mesh = rules or ShardingRules({}), mesh
         on_cpu = self.device.type == "cpu" and not eager
-        native = load(getattr(torch, dtype), Path(compiled)) if compiled and on_cpu else None
+        native = load(getattr(torch, dtype), Path(compiled), is_ours) if compiled and on_cpu else None
         self.ops = TorchOps(pure, attention, rules, mesh, experts_in_turn, least_tokens, native)
         self.replicas = TorchReplicas(mesh, self.read) if mesh and "replicas" in self.rules else None
         self.eager = eager or pure or self.device.type == "cpu"

@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from .fingerprint import UnknownCode, loaded_code, of_program
+from .loading.cache_dir import is_ours
 
 log = logging.getLogger("octavo")
 
@@ -308,11 +309,6 @@ def read(path: Path) -> bytes | None:
     with contextlib.suppress(OSError):
         os.utime(path)
     return data
-
-
-def is_ours(stat: os.stat_result) -> bool:
-    """Whether what a file holds can only be from this user or the system: a program that is loaded can do anything."""
-    return os.name != "posix" or (stat.st_uid in (0, os.geteuid()) and not stat.st_mode & 0o022)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
+IsOurs = Callable[[os.stat_result], bool]  # whether nobody else can have written that file
 log = logging.getLogger("octavo")
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
@@ -48,18 +50,18 @@ class NotCompiled(Exception):
     """There are no compiled kernels here; says why."""
 
 
-def load(dtype: torch.dtype, folder: Path) -> Native | None:
+def load(dtype: torch.dtype, folder: Path, is_ours: IsOurs) -> Native | None:
     """The kernels for arrays of that dtype, compiled into `folder` if they are not there; None, and a line in the log
     that says why, where that cannot be."""
     try:
-        return Native(dtype, compiled(dtype, folder))
+        return Native(dtype, compiled(dtype, folder, is_ours))
     except (NotCompiled, OSError) as error:
         log.warning("no compiled kernels for this CPU, torch's own ops are used: %s", error)
         return None
 
 
-def compiled(dtype: torch.dtype, folder: Path) -> Path:
-    """The library in `folder`."""
+def compiled(dtype: torch.dtype, folder: Path, is_ours: IsOurs) -> Path:
+    """The library in `folder`, built anew where the one that lies there is not ours."""
     if dtype not in DEFINES:
         raise NotCompiled(f"they are for {' and '.join(str(d) for d in DEFINES)}, not for {dtype}")
     if sys.platform != "linux":
@@ -70,15 +72,9 @@ def compiled(dtype: torch.dtype, folder: Path) -> Path:
     wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
     command = [compiler, *FLAGS, *wide, *DEFINES[dtype]]
     library = folder / f"cpu-{key(command)}.so"
-    if not (library.exists() and is_ours(library)):
+    if not (library.exists() and is_ours(library.stat())):
         build(command, library)
     return library
-
-
-def is_ours(library: Path) -> bool:
-    """Whether it can only be from this user or the system: code that is loaded can do anything."""
-    stat = library.stat()
-    return stat.st_uid in (0, os.geteuid()) and not stat.st_mode & 0o022
 
 
 def key(command: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""Where octavo keeps the files that it fetched or made: the one place that reads OCTAVO_CACHE."""
+"""Where octavo keeps the files that it fetched or made, and which of them it takes for its own: the one place that
+reads OCTAVO_CACHE."""
 
 from __future__ import annotations
 
@@ -12,6 +13,11 @@ def cache_dir() -> Path:
     if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def is_ours(stat: os.stat_result) -> bool:
+    """Whether what a file holds can only be from this user or the system: a program that is loaded can do anything."""
+    return os.name != "posix" or (stat.st_uid in (0, os.geteuid()) and not stat.st_mode & 0o022)
 
 
 def is_offline() -> bool:

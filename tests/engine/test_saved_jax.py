@@ -23,6 +23,7 @@ from tiny import GREEDY, PROMPTS, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine import fingerprint, saved_jax
 from octavo.engine.backend_jax import compile_counter
+from octavo.engine.loading.cache_dir import is_ours
 from octavo.engine.narrow_jax import Narrow
 from octavo.engine.resident_jax import RENEWS, Resident, renewed
 from octavo.engine.saved_jax import Held, Jitted, Saved
@@ -135,7 +136,7 @@ def test_what_others_could_have_written_is_not_loaded(tmp_path: Path, caplog: py
         caplog.clear()
     # st_mode, ..., st_uid
     for uid, ours in ((os.geteuid(), True), (0, True), (os.geteuid() + 1, False)):
-        assert saved_jax.is_ours(os.stat_result((0o100600, 0, 0, 1, uid, 0, 0, 0, 0, 0))) == ours
+        assert is_ours(os.stat_result((0o100600, 0, 0, 1, uid, 0, 0, 0, 0, 0))) == ours
 
 
 def test_old_programs_go_while_others_remove_them_too(

@@ -12,6 +12,7 @@ import torch
 from attention_batches import Batch, backend_of, expected, make_batch, make_step
 from shapes import CASES, Ragged
 
+from octavo.engine.loading.cache_dir import is_ours
 from octavo.kernels_triton import cpu_attention, native
 from octavo.kernels_triton.blocked import Blocked
 from octavo.kernels_triton.native import MOST_QUERIES, Native
@@ -62,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
 def kernels(request: pytest.FixtureRequest, folder: Path) -> Native:
-    return Native(request.param, native.compiled(request.param, folder))
+    return Native(request.param, native.compiled(request.param, folder, is_ours))
 
 
 @pytest.fixture
@@ -224,23 +225,23 @@ def test_what_they_do_not_serve_is_left_to_torch(kernels: Native, fault: str) ->
 
 
 def test_a_library_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = native.compiled(torch.float32, folder)
+    library = native.compiled(torch.float32, folder, is_ours)
     monkeypatch.setattr(native, "build", lambda *args: pytest.fail("compiled again"))
-    assert native.compiled(torch.float32, folder) == library
+    assert native.compiled(torch.float32, folder, is_ours) == library
     assert all(path.suffix == ".so" for path in folder.iterdir())
 
 
 def test_a_library_that_others_may_have_written_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled anew, in its place."""
     monkeypatch.setattr(native, "build", lambda command, library: library.write_bytes(b"ours"))
-    library = native.compiled(torch.float32, tmp_path)
+    library = native.compiled(torch.float32, tmp_path, is_ours)
     library.write_bytes(b"theirs")
     library.chmod(0o777)
-    native.compiled(torch.float32, tmp_path)
+    native.compiled(torch.float32, tmp_path, is_ours)
     assert library.read_bytes() == b"ours"
     library.chmod(0o755)
     library.write_bytes(b"kept")
-    native.compiled(torch.float32, tmp_path)
+    native.compiled(torch.float32, tmp_path, is_ours)
     assert library.read_bytes() == b"kept"
 
 
@@ -277,5 +278,5 @@ def test_without_them_the_log_says_why(
         source.write_text(fault)
         monkeypatch.setattr(native, "SOURCE", source)
     with caplog.at_level(logging.WARNING, "octavo"):
-        assert native.load(dtype, tmp_path / "compiled") is None
+        assert native.load(dtype, tmp_path / "compiled", is_ours) is None
     assert why in caplog.text
