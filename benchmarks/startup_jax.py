@@ -89,7 +89,7 @@ def start(job: dict[str, Any]) -> dict[str, Any]:
         build.backends_of = alone
     build.find_platform = clock.around("client", build.find_platform)
     build.runner_on = clock.around("weights and cache", build.runner_on)
-    runner.run_joined = clock.around("joined steps", runner.run_joined)
+    runner.first_runs = clock.around("first runs", runner.first_runs)
     warm_up = runner.Runner.warm_up
 
     def timed(self: Any) -> int:

@@ -138,7 +138,7 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(GraphPool, "__call__", within("recording"))
     clock.watch(torch.cuda.CUDAGraph, "capture_begin", "recording begun")
     clock.watch(torch.cuda.CUDAGraph, "capture_end", "recording ended")
-    clock.watch(runner, "run_joined", "joined steps run")
+    clock.watch(runner, "first_runs", "first runs")
     # named by the phase around it, which says what it is launched for
     clock.watch(JITFunction, "run", lambda *_, **__: f"Triton launches, {clock.stack[-1].partition(':')[0]}")
 

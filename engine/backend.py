@@ -36,6 +36,7 @@ class Backend(Protocol):
 
     # of a decode step that is one program with its head: two calls of the host would cost more than both compute
     joined_seqs: int
+    loads_late: bool  # what is compiled is loaded, and recorded, only when it is first run
     threads: int  # of the CPU, that products use: other numbers may give other last bits
     replicas: Any  # those that step together (JaxReplicas, TorchReplicas); None: there is one, or each steps alone
 

@@ -174,7 +174,7 @@ class JaxBackend:
         self.eager, self.pure, self.threads = eager, pure, os.cpu_count() or 1
         # on one GPU what a step costs the host counts
         self.lean = jax.default_backend() == "gpu" and mesh is None and not eager and not pure
-        self.joined_seqs = JOINED_SEQS if self.lean else 0
+        self.joined_seqs, self.loads_late = JOINED_SEQS if self.lean else 0, self.lean
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if dtype != "float32" and jax.default_backend() == "cpu":

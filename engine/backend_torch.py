@@ -155,6 +155,7 @@ class TorchBackend:
 
     name = "torch"
     joined_seqs = 0
+    loads_late = False  # precompile runs
 
     def __init__(
         self,

@@ -60,7 +60,8 @@ class Resident:
             return jax.device_put(x, self.device)
         key = (*place, x.shape)
         if key not in self.kept:
-            self.kept[key] = x, jax.device_put(x, self.device)
+            # by way of the program that renews it: its first run is then over as well
+            self.kept[key] = x, self.renew(jax.device_put(x, self.device), x)
         elif not np.array_equal(self.kept[key][0], x):
             self.kept[key] = x, self.renew(self.kept[key][1], x)
         return self.kept[key][1]

@@ -27,14 +27,7 @@ from ..models.interface import (
 from ..models.logit_edits import LogitsProcessor
 from ..models.sampling import row_specs
 from .backend import Backend
-from .batch import (
-    Shapes,
-    edit_values,
-    move_input,
-    row_values,
-    sampling_input,
-    step_input,
-)
+from .batch import Shapes, edit_values, move_input, row_values, sampling_input, step_input
 from .collector import Paused
 from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
@@ -44,7 +37,7 @@ from .read_head import ReadHead, ReadResult, Reads
 from .recipe import Recipe
 from .routed_experts import RoutingStack, expert_taps
 from .shared_prefixes import PrefixFinder
-from .warm_up import JOINED, Call, every_program, rehearsal, run_joined
+from .warm_up import JOINED, Call, every_program, first_runs, rehearsal
 
 if TYPE_CHECKING:
     from .weights_source import WeightsSource
@@ -432,6 +425,10 @@ class Runner:
         """The same, of one replica."""
         return every_program(self)
 
+    def first_runs(self) -> None:
+        """Runs once what most requests are computed by, where that spares them something."""
+        first_runs(self)
+
     def warm_up(self) -> int:
         """Compiles every program of the chains, several at a time. Returns how many.
 
@@ -446,5 +443,5 @@ class Runner:
                 self.backend.rehearse(rehearsal(self), self.recipe)
                 self.is_rehearsed = True
             self.backend.precompile(self.every_call(), self.recipe)
-            run_joined(self)
+            self.first_runs()
         return self.backend.num_compiles() - before

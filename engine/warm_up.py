@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..models.interface import ArraySpec, ModelSpec, Sampling, SharedPrefixes, StepInput
 from ..models.sampling import PARAMS, VARIANTS, at_least
-from .batch import all_allowed, edit_values, move_input, padded, row_values, with_extra
+from ..models.step import with_rows
+from .batch import PLAIN, all_allowed, edit_values, move_input, padded, row_values, with_extra
 from .plan import Admission, Transfer
 
 if TYPE_CHECKING:
@@ -68,13 +68,22 @@ def _one_of_each_kind(model: ModelSpec) -> list[int]:
     return sorted(kinds.values())
 
 
-def run_joined(runner: Runner) -> None:
-    """Runs the joined steps on padding: a first call looks its program up, and records its CUDA graph."""
-    for n in () if runner.taps else runner.shapes.joined:
-        for variant in JOINED:
-            inputs = padding(runner, n, n, True, runner.shapes.widths[0])
-            sampling = runner.sampling_all(inputs, variant)
-            output, runner.cache = runner.forward_and_head(runner.weights, runner.cache, inputs, sampling)
+def first_runs(runner: Runner) -> None:
+    """Runs on padding, once, what most requests are computed by: where a first run takes what no later one does.
+
+    The largest come first: they take the memory in which others find room, and the host goes on meanwhile.
+    """
+    if not runner.backend.loads_late:
+        return
+    for program, (weights, _, *step) in sorted(forwards(runner), key=lambda call: -call[1][2].num_tokens):
+        *_, runner.cache = program(weights, runner.cache, *step)
+    for program, (_, *values) in admissions(runner):
+        runner.cache = with_rows(runner.cache, program(runner.cache.rows, *values))
+    for program, (weights, _, hidden, sampling) in heads(runner):
+        if sampling.variant in PLAIN and sampling.num_logprobs < 0 and sampling.mask_RW is None:
+            output, rows = program(weights, runner.cache.rows, hidden, sampling)
+            runner.cache = with_rows(runner.cache, rows)
+            runner.backend.prefetch(output.token_ids_R)
             runner.backend.read(output.token_ids_R)
 
 
@@ -85,17 +94,23 @@ def padding(runner: Runner, seqs: int, tokens: int, decode: bool, width: int) ->
 
 
 def updates(runner: Runner) -> Iterator[Call]:
-    """Admitting, and moving blocks."""
-    shapes, filler = runner.shapes, partial(filler_of, runner.scratch)
-    groups, rows = len(runner.tables), runner.cache.rows
+    """Admitting, also what asks for edits of its logits, and moving blocks."""
+    shapes, groups, rows = runner.shapes, len(runner.tables), runner.cache.rows
+    yield from admissions(runner)
     for n in shapes.admitted:
-        for known in shapes.known:
-            yield runner.set_rows, (rows, *row_values((filler(known),) * n, shapes, runner.scratch))
-        edits = edit_values((filler(1),) * n, shapes, runner.scratch, runner.model.vocab_size)
-        yield runner.set_rows, (rows, *edits)
+        fillers = (filler_of(runner.scratch, 1),) * n
+        yield runner.set_rows, (rows, *edit_values(fillers, shapes, runner.scratch, runner.model.vocab_size))
     for n in shapes.moved:
         pairs = [Transfer(g, 0, 0) for g in range(groups) for _ in range(n)]
         yield runner.move_blocks, (runner.cache.groups, *move_input(pairs, groups, shapes))
+
+
+def admissions(runner: Runner) -> Iterator[Call]:
+    """Admitting."""
+    for n in runner.shapes.admitted:
+        for known in runner.shapes.known:
+            fillers = (filler_of(runner.scratch, known),) * n
+            yield runner.set_rows, (runner.cache.rows, *row_values(fillers, runner.shapes, runner.scratch))
 
 
 def forwards(runner: Runner) -> Iterator[Call]:

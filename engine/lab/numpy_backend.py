@@ -61,7 +61,7 @@ class NumpyBackend:
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    binds_addresses = False
+    binds_addresses = loads_late = False
 
     def offload(self, tree: Any) -> Any:
         """The tree: it is on the host."""

@@ -69,6 +69,9 @@ class Stage(Runner):
             yield from heads(self)
             yield from self.read_head.calls(self.weights, self.cache.rows, self.own)
 
+    def first_runs(self) -> None:
+        """Nothing: a stage alone is not a step."""
+
     def room(self, num_tokens: int) -> Array:
         """Rows as the stage before makes them."""
         row = self.model.extra[HIDDEN]

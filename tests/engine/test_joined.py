@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from backends import BACKENDS
 from oracle import greedy
-from tiny import GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
+from tiny import EIGHT_HEADS, GREEDY, PROMPTS, RANDOM, TINY, engine, numpy_weights, spec_of, tokens
 
 from octavo.engine.backend_jax import JaxBackend
+from octavo.engine.saved_jax import Held
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="JAX joins them")
 
@@ -22,7 +24,7 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: JaxBackend, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        self.lean, self.joined_seqs = True, 2
+        self.lean, self.loads_late, self.joined_seqs = True, True, 2
 
     monkeypatch.setattr(JaxBackend, "__init__", init)
 
@@ -71,12 +73,46 @@ def test_what_the_joined_head_does_not_have_takes_the_other_way(joining: None) -
     assert steps
 
 
+def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, Any]]:
+    """How often each program runs from now on, of those that are compiled from now on."""
+    found: Counter[tuple[int, Any]] = Counter()
+    keep = Held._keep
+
+    def kept(self: Held, kind: Any, compiled: Any, notes: Any) -> None:
+        keep(self, kind, compiled, notes)
+        run = self.ready[kind]
+
+        def counted(args: tuple) -> Any:
+            found[id(self), kind] += 1
+            return run(args)
+
+        self.ready[kind] = counted
+
+    monkeypatch.setattr(Held, "_keep", kept)
+    return found
+
+
+def test_what_most_requests_want_has_run_before(joining: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled steps, alone and two at a time; and what was run on padding leaves no trace."""
+    found = runs(monkeypatch)
+    llm = engine(EIGHT_HEADS, backend="jax", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=40)
+    llm.runner.first_runs()
+    before = set(found)
+    want = [greedy(spec_of(EIGHT_HEADS), numpy_weights(EIGHT_HEADS), p, GREEDY.max_tokens) for p in PROMPTS[:2]]
+    assert tokens(llm, PROMPTS[:2], GREEDY) == want
+    assert tokens(llm, PROMPTS[:2], RANDOM) == tokens(llm, PROMPTS[:2], RANDOM)
+    tokens(llm, PROMPTS[:1], replace(RANDOM, top_k=0, top_p=1.0, min_p=0.0))
+    assert set(found) == before
+
+
 @pytest.mark.slow
-def test_a_warm_engine_compiles_nothing_whatever_the_numbers(joining: None) -> None:
-    """Sequences come and go, and block tables grow."""
+def test_a_warm_engine_compiles_nothing_whatever_the_numbers(joining: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences come and go, and block tables grow. Nor does it run anything for the first time."""
+    found = runs(monkeypatch)
     llm = engine(backend="jax", warmup="all", max_num_seqs=4)
-    before = llm.backend.num_compiles()
+    compiles, before = llm.backend.num_compiles(), set(found)
     want = [greedy(spec_of(TINY), numpy_weights(TINY), p, GREEDY.max_tokens) for p in PROMPTS[:5]]
     assert tokens(llm, PROMPTS[:5], GREEDY) == want
     assert tokens(llm, PROMPTS[1:2], GREEDY) == want[1:2]
-    assert llm.backend.num_compiles() == before
+    assert llm.backend.num_compiles() == compiles
+    assert set(found) == before
