@@ -48,6 +48,7 @@ def latency(
     """
     with reporting(debug):
         from ..checks import integer
+        from .measuring import check
         from .measuring import latency as measure
         from .requests import random_requests
 
@@ -59,6 +60,7 @@ def latency(
         arguments = {"enable_prefix_caching": False, "seed": seed} | engine_arguments(context.args)
         llm = _engine(model, backend, arguments, output_json)
         asked = random_requests(batch_size, llm.model.vocab_size, input_len=input_len, output_len=output_len, seed=seed)
+        check(llm, asked)
         progress = sys.stderr.isatty()
         found = measure(llm, asked, warmup=num_iters_warmup, iterations=num_iters, detokenize=not disable_detokenize,
                         progress=progress)  # fmt: skip
@@ -102,6 +104,7 @@ def throughput(
     """
     with reporting(debug):
         from ..checks import integer
+        from .measuring import check
         from .measuring import throughput as measure
         from .requests import dataset_requests, random_requests
 
@@ -122,6 +125,7 @@ def throughput(
         else:
             asked = dataset_requests(dataset_path, llm.get_tokenizer(), num_prompts, output_len=output_len,
                                      longest=llm.memory_plan.max_model_len, seed=seed)  # fmt: skip
+        check(llm, asked)
         found = measure(llm, asked, detokenize=not disable_detokenize, progress=sys.stderr.isatty())
         _report(llm, model, {}, found, output_json, as_json)
 
@@ -174,6 +178,8 @@ def marks(
 def _engine(model: str, backend: str, arguments: dict[str, Any], output: Path | None) -> LLM:
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output-json {output}: there is no folder {output.parent}")
+    if (most := arguments.get("max_num_queued_reqs")) is not None:
+        raise ValueError(f"max_num_queued_reqs {most}: all requests are asked for at once, so leave it out")
     from ..llm import LLM
 
     return LLM(model, backend=backend, **arguments)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..collector import Seldom
 from ..llm import LLM
 from ..progress import Progress
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -61,15 +62,16 @@ def run(llm: LLM, asked: Workload, *, detokenize: bool = True, bar: Progress | N
             )
             llm.add_request(f"bench-{i}", {"prompt_token_ids": ids}, params)
             found[f"bench-{i}"] = Timed(len(ids))
-        while llm.has_unfinished_requests():
-            outputs = llm.step()
-            now, new = time.perf_counter() - started, 0
-            for output in outputs:
-                count = len(output.outputs[0].token_ids)
-                found[output.request_id].times += [now] * count
-                new += count
-            if bar:
-                bar.advance(new, sum(output.finished for output in outputs))
+        with Seldom():
+            while llm.has_unfinished_requests():
+                outputs = llm.step()
+                now, new = time.perf_counter() - started, 0
+                for output in outputs:
+                    count = len(output.outputs[0].token_ids)
+                    found[output.request_id].times += [now] * count
+                    new += count
+                if bar:
+                    bar.advance(new, sum(output.finished for output in outputs))
     finally:
         llm.abort(list(found))
     seconds = time.perf_counter() - started
@@ -77,6 +79,17 @@ def run(llm: LLM, asked: Workload, *, detokenize: bool = True, bar: Progress | N
         if len(timed.times) != count:
             raise RuntimeError(f"a request got {len(timed.times)} tokens, expected {count}")
     return Run(seconds, list(found.values()))
+
+
+def check(llm: LLM, asked: Workload) -> None:
+    """Raises ValueError for requests that would not get all of their tokens."""
+    longest = llm.memory_plan.max_model_len
+    for ids, count in asked:
+        if len(ids) + count > longest:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and {count} to make are longer than max_model_len {longest}: ask for "
+                "fewer, or raise it"
+            )
 
 
 def latency(

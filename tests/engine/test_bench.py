@@ -25,6 +25,7 @@ from octavo.engine.bench.measuring import latency, percentile, throughput
 from octavo.engine.bench.requests import dataset_requests, random_requests
 from octavo.engine.bench.workloads import NAMES, workload, write_config
 from octavo.engine.cli import app
+from octavo.engine.collector import Seldom
 
 on_torch = pytest.mark.skipif("torch" not in BACKENDS, reason="threads, and bfloat16 on a CPU, are torch's")
 
@@ -246,6 +247,22 @@ def test_an_engine_that_cannot_take_all_is_left_as_it_was() -> None:
     assert not llm.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_what_would_end_by_the_models_length_is_refused_before_it_runs(command, folder, monkeypatch):
+    monkeypatch.setattr(measuring, "run", None)
+    result = _bench(command, "-m", str(folder), "--input-len", "60", "--output-len", "10", *SMALL)
+    assert result.exit_code == 1, result.output
+    assert "60 tokens and 10 to make are longer than max_model_len 64" in result.stderr
+
+
+def test_the_collector_looks_at_everything_as_seldom_as_in_a_generate(monkeypatch):
+    llm, seen = tiny.engine(**QUIET), []
+    step = llm.step
+    monkeypatch.setattr(llm, "step", lambda: seen.append(Seldom.depth) or step())
+    measuring.run(llm, [([3, 4], 2)], detokenize=False)
+    assert min(seen) == 1 and Seldom.depth == 0
+
+
 def test_latency_prints_what_it_writes(folder, tmp_path):
     path = tmp_path / "found.json"
     words = [
@@ -322,6 +339,7 @@ def test_throughput_takes_prompts_from_a_file(tmp_path):
         (["throughput", "--dataset-path", "no-such-file"], "no-such-file"),
         (["throughput", "--output-json", "no-such-folder/x.json"], "no-such-folder"),
         (["throughput", "--output-len", "0"], "output_len"),
+        (["throughput", "--max-num-queued-reqs", "5"], "max_num_queued_reqs 5"),
         (["marks", "--models", "no-such-model", "--device", "cpu"], "no-such-model"),
         (["marks", "--parts", "decode-2", "--device", "cpu"], "decode-2"),
         (["marks", "--parts", "attention", "--device", "cpu"], "needs a GPU"),
