@@ -60,20 +60,24 @@ def test_graphs_warm_ones_too_and_no_graphs_give_the_same_tokens() -> None:
         assert tokens(llm, PROMPTS[:3], replace(GREEDY, logprobs=2, logprob_token_ids=[5, 9])) == want[:3]
 
 
+SHARES = 4  # of a long table of cases, so that processes share its compiling
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["one-order", "the-other"])
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
-def test_triton_attention_equals_float64(dtype: str, near: float) -> None:
-    """Over the shared cases and the kernels' own, compiled."""
+def test_triton_attention_equals_float64(dtype: str, near: float, turn: int, share: int) -> None:
+    """Over the shared cases and the kernels' own, compiled; the orders of a cache take turns."""
     from kernels.test_attention import CASES, ORDERS, attend, expected, make_batch
     from kernels.test_triton_kernels import CASES as MORE
 
     backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
-    for case in (*CASES, *MORE):
-        for order in ORDERS:
-            batch = make_batch(case)
-            out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
-            np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")
-            assert not out[len(want) :].any(), case.name
+    for i, case in list(enumerate((*CASES, *MORE)))[share::SHARES]:
+        batch, order = make_batch(case), ORDERS[(i // SHARES + turn) % 2]
+        out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
+        np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")
+        assert not out[len(want) :].any(), case.name
 
 
 EDGES = Ragged("edges", (0, 50, 77, 300, 1000, 511), (37, 1, 130, 200, 16, 2), 2, 4, 128, 128, 16, 9)
@@ -115,15 +119,15 @@ def test_prefill_on_hopper_equals_float64(
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
+@pytest.mark.parametrize(("codes", "scaled"), [("int8", True), ("float8_e4m3fn", True), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-5), ("bfloat16", 4e-2)])
-def test_triton_reads_caches_of_8_bits(dtype: str, near: float) -> None:
+def test_triton_reads_caches_of_8_bits(dtype: str, near: float, codes: str, scaled: bool) -> None:
     import torch
-    from kernels.test_triton_narrow import FP8, RAGGED, check
+    from kernels.test_triton_narrow import RAGGED, check
 
     backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
     for i, case in enumerate(RAGGED):
-        for codes, scaled in ((torch.int8, True), (FP8, True), (FP8, False)):
-            check(case, ("n p k d", "n k p d")[i % 2], codes, scaled, backend, near)
+        check(case, ("n p k d", "n k p d")[i % 2], getattr(torch, codes), scaled, backend, near)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="kernels of the torch room")
@@ -290,7 +294,8 @@ def test_triton_experts_equal_float64_over_fresh_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="kernels of the JAX room")
-def test_mosaic_experts_equal_float64() -> None:
+@pytest.mark.parametrize("sizes", ["LARGE", "SMALL"])
+def test_mosaic_experts_equal_float64(sizes: str) -> None:
     """Compiled, over ragged counts, what nobody may read being nan."""
     from kernels.test_mosaic_experts import RAGGED, jnp, mosaic_experts, mosaic_gpu, poisoned
     from tolerances import tolerance
@@ -298,12 +303,11 @@ def test_mosaic_experts_equal_float64() -> None:
     if not mosaic_gpu.is_hopper():
         pytest.skip("kernels for Hopper")
     for name, ids in RAGGED.items():
-        for sizes in (mosaic_experts.LARGE, mosaic_experts.SMALL):
-            x, w, up, down, want = poisoned(ids, "bfloat16")
-            x, up, down = (jnp.asarray(a, "bfloat16") for a in (x, up, down))
-            got = mosaic_experts.experts(x, w, np.array(ids, np.int32), up, down, sizes=sizes, num_programs=132)
-            message = f"{name}, {sizes}"
-            np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("bfloat16", "experts"), err_msg=message)
+        x, w, up, down, want = poisoned(ids, "bfloat16")
+        x, up, down = (jnp.asarray(a, "bfloat16") for a in (x, up, down))
+        cut = getattr(mosaic_experts, sizes)
+        got = mosaic_experts.experts(x, w, np.array(ids, np.int32), up, down, sizes=cut, num_programs=132)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("bfloat16", "experts"), err_msg=name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -86,7 +86,9 @@ def expected() -> None:
     """Greedy tokens from the dense float64 oracle; sampled ones from each request alone, on the first backend."""
     weights = numpy_weights(TINY)
     WANT["greedy"] = [greedy(spec_of(TINY), weights, p, GREEDY.max_tokens) for p in PROMPTS]
-    llm = engine(backend=BACKENDS[0], max_num_seqs=1, async_scheduling=False, enable_prefix_caching=False)
+    # on a machine with a GPU, too: there JAX has no other choice
+    on_cpu = {"device": "cpu"} if BACKENDS[0] == "torch" else {"dtype": "float32"}
+    llm = engine(backend=BACKENDS[0], max_num_seqs=1, async_scheduling=False, enable_prefix_caching=False, **on_cpu)
     WANT["random"] = [tokens(llm, [p], RANDOM)[0] for p in PROMPTS]
 
 
@@ -123,10 +125,28 @@ def _arguments(row: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parametrize("row", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
+IDS = ["-".join(map(str, row.values())) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_tokens_do_not_depend_on(row: dict[str, Any]) -> None:
+    check(row, _arguments(row))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, id=i, marks=[pytest.mark.slow] * (cost(r) > 8)) for r, i in zip(ROWS, IDS, strict=True)]
+)
+def test_on_a_gpu_neither(row: dict[str, Any]) -> None:
+    """In fp32, by its own kernels where a CPU has its own."""
+    kernels = {"cpu": "auto"}.get(row["attention"], row["attention"])
+    check(row, _arguments(row) | {"device": "cuda", "dtype": "float32", "attention": kernels})
+
+
+def check(row: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """The row's tokens, hits and preemptions on an engine with these arguments."""
     params = {"greedy": GREEDY, "random": RANDOM}[row["params"]]
-    llm = engine(**_arguments(row))
+    llm = engine(**arguments)
     order = list(range(len(PROMPTS)))
     if row["order"] != "given":
         order = order[::-1] if row["order"] == "reversed" else random.Random(3).sample(order, len(order))

@@ -82,7 +82,7 @@ def test_programs_of_several_tokens_stop_at_the_last(groups, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("groups", "dim", "eps"), [(4, 128, None), (2, 128, 1e-6), (7, 80, 1e-6)])

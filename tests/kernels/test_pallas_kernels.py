@@ -150,9 +150,18 @@ ON_GPU = [
 ]
 
 
+# each case in one order for every run, the orders taking turns, and in the other for long ones
+IN_TURN = [
+    pytest.param(
+        case, ORDERS[(i + turn) % 2], marks=[pytest.mark.slow] * turn, id=f"{case.name}-{ORDERS[(i + turn) % 2]}"
+    )
+    for turn in range(2)
+    for i, case in enumerate((*ON_GPU, *HALF))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("case", [*ON_GPU, *HALF], ids=lambda c: c.name)
+@pytest.mark.parametrize(("case", "order"), IN_TURN)
 @pytest.mark.parametrize("implementation", [mosaic_gpu, triton_lowered], ids=lambda m: m.__name__.split(".")[-1])
 def test_kernels_equal_float64_on_a_gpu(implementation, case, order):
     batch = rounded(make_batch(case))
