@@ -27,7 +27,7 @@ def readable(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return _bytes(value) if name.split("_")[-1] in ("bytes", "nbytes") else f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, list | tuple):
         return ", ".join(str(v) for v in value)
     return str(value)

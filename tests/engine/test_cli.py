@@ -240,6 +240,8 @@ def test_words_that_spell_nothing_are_refused(words):
         ("cache_bytes", 3 * 2**30, "3.00 GiB"),
         ("bytes", 100, "100 B"),
         ("num_blocks", 12345, "12,345"),
+        ("tok_s", 34927.2, "34,927"),
+        ("tok_s", 258.74, "258.7"),
         ("window", None, "-"),
         ("tied", True, "True"),
         ("layers", (0, 1), "0, 1"),
