@@ -139,40 +139,41 @@ def marks(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="check, attention, decode-1, decode-64, prefill, offline, prefix, identical, profile; with commas."
+            help="check, kernels, attention, decode-1, decode-64, prefill, offline, prefix, identical, profile; with "
+            "commas."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where numbers are kept; a part that is there is not run again.")] = Path(
         "marks.json"
     ),
     again: Annotated[bool, typer.Option("--again", help="Run parts again that are there.")] = False,
+    only_show: Annotated[bool, typer.Option("--show", help="Run nothing: print the tables of what --out has.")] = False,
     backend: Annotated[
         str, typer.Option("--backend", "-b", help="auto, jax or torch; with a comma both, a column each.")
     ] = "auto",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """The fixed workloads that peers ran too, on random weights; one table last. Meant for a large GPU.
+    """The fixed workloads that peers ran too, on random weights; tables last. Meant for a large GPU.
 
-    Without --parts all that run here: check, attention and profile need a GPU.
+    Without --parts all that run here: check, kernels, attention and profile need a GPU, kernels a clone. Whoever was
+    stopped goes on with the same call.
     """
     with reporting(debug):
         from ..backend import resolve_backend
-        from .marks import run
-        from .marks_table import attention_rows, rows
+        from .marks import run, shown
+        from .marks_table import report
 
         chosen, wanted = models.split(","), parts.split(",") if parts else []
-        backends = list(dict.fromkeys(resolve_backend(name) for name in backend.split(",")))
-        arguments, found = engine_arguments(context.args), {}
-        for name in backends:
-            found = run(name, chosen, wanted, out=out, again=again, **arguments)
-        if as_json:
-            print(json.dumps(found, indent=2))
-            return
-        machines = {name: found[f"{name}//machine"] for name in backends}
-        show(list(rows(found, backends, chosen)), False, title=json.dumps(machines))
-        if alone := attention_rows(found, backends):
-            show(alone, False, title="attention alone, beside FlashAttention-3")
+        arguments = engine_arguments(context.args)
+        if only_show:
+            if unused := [*said(context, ("parts", "again")), *context.args]:
+                raise ValueError(f"--show runs nothing: leave out {', '.join(unused)}")
+            found, backends = shown(out, backend.split(","))
+        else:
+            backends = list(dict.fromkeys(resolve_backend(name) for name in backend.split(",")))
+            found = run(backends, chosen, wanted, out=out, again=again, **arguments)
+        print(json.dumps(found, indent=2) if as_json else report(found, backends, chosen))
 
 
 def _engine(model: str, backend: str, arguments: dict[str, Any], output: Path | None) -> LLM:

@@ -40,7 +40,9 @@ def cpu() -> str:
 
 def machine(backend: str, device: str) -> dict[str, Any]:
     """The device, "cpu" or "cuda", by its name; the day; versions of what the backend stands on."""
-    on = {"gpu": gpu("name", "driver_version")} if device == "cuda" else {"cpu": cpu()}
+    # of several GPUs that are alike one line says enough
+    told = "; ".join(dict.fromkeys(gpu("name", "driver_version").splitlines()))
+    on = {"gpu": told} if device == "cuda" else {"cpu": cpu()}
     # a CPU build of torch brings no triton
     packages = [name for name in PACKAGES[backend] if name != "triton" or device == "cuda"]
     return on | software("octavo", *packages, "numpy")

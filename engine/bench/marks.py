@@ -1,33 +1,39 @@
-"""The fixed workloads on the machine at hand: correctness first, then attention alone, then each model, one table last.
+"""The fixed workloads on the machine at hand: correctness first, then attention alone, then each model.
 
-Every part's numbers are kept in a JSON file as they are made; a part that is there is not run again. Each model runs in
-a process of its own, whose time from start to ready is its start-up.
+Every part's numbers are kept in a JSON file as they are made; a part that is there is not run again, so whoever was
+stopped goes on with the same call. Each model runs in a process of its own, whose time from start to ready is its
+start-up, and in a second one. What is timed runs alone; checks run beside each other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..backend import resolve_backend
 from ..checks import choice
 from ..json_file import read_json
 from .machine import machine
+from .marks_kernels import has_tests, kernels
 from .workloads import CONFIGS, NAMES
 
-ALONE = ("check", "attention")  # of a GPU, without a model
+CHECKS = ("check", "kernels")  # of a GPU: is it right
 AFTER = ("identical", "profile")  # in a second process of a model, which starts with warm caches
-PARTS = (*ALONE, *NAMES, *AFTER)
-ON_GPUS = (*ALONE, "profile")
+PARTS = (*CHECKS, "attention", *NAMES, *AFTER)
+ON_GPUS = (*CHECKS, "attention", "profile")
 
 
 class Results:
-    """Numbers by backend, model ("" for none) and part, in a JSON file."""
+    """Numbers by backend, model ("" for none) and part, in a JSON file, which is whole whenever a process is killed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -37,14 +43,32 @@ class Results:
         return key in self.values
 
     def put(self, key: str, value: Any) -> None:
-        # another process may have added its own
-        self.values = (read_json(self.path) if self.path.exists() else {}) | {key: value}
-        self.path.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
+        with self._changed():
+            self.values[key] = value
         print(key, json.dumps(value), file=sys.stderr, flush=True)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        with self._changed():
+            for key in keys:
+                self.values.pop(key, None)
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Reads the file and writes it, as one: other processes add their own."""
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.values = read_json(self.path) if self.path.exists() else {}
+            yield
+            whole = self.path.with_name(f".{self.path.name}.partial")
+            whole.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
+            os.replace(whole, self.path)
+        finally:
+            os.close(folder)
 
 
 def run(
-    backend: str,
+    backends: Sequence[str],
     models: Sequence[str],
     parts: Sequence[str] = (),
     *,
@@ -54,27 +78,67 @@ def run(
 ) -> dict[str, Any]:
     """All parts (none: all that run here) of these models, shapes of CONFIGS or folders with a config.json; returns
     what `out` has then. `arguments` go to every engine. Raises ValueError for parts that cannot run here, results of
-    another machine or other arguments in `out`, and ChildProcessError if a part fails.
+    another machine or other arguments in `out`, and ChildProcessError if a part fails: nothing is timed then.
     """
-    backend = resolve_backend(backend)
-    device = platform_of(backend, arguments.pop("device", "auto"))
+    asked_device = arguments.pop("device", "auto")
     for part in parts:
         choice("part", part, PARTS)
-        if part in ON_GPUS and device == "cpu":
-            raise ValueError(f"part {part!r} needs a GPU, and the {backend} backend runs on the CPU here")
     for model in models:
         check_model(model)
-    results, asked = Results(out), list(parts or (p for p in PARTS if device != "cpu" or p not in ON_GPUS))
-    _check_same(results, f"{backend}//machine", machine(backend, device))
-    _check_same(results, f"{backend}//arguments", arguments)
-    jobs = [("", [p for p in asked if p in ALONE])]
-    jobs += [(model, [p for p in asked if p in kind]) for model in models for kind in (NAMES, AFTER)]
-    for model, wanted in jobs:
-        missing = [p for p in wanted if again or f"{backend}/{model}/{p}" not in results]
-        if missing:
-            _in_a_process({"backend": backend, "device": device, "model": model, "parts": missing, "out": str(out),
-                           "again": again, "arguments": arguments})  # fmt: skip
-    return Results(out).values
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}")
+    with ThreadPoolExecutor(len(backends)) as pool:
+        found = pool.map(lambda backend: platform_of(backend, asked_device), backends)
+        devices = dict(zip(backends, found, strict=True))
+    for backend, device in devices.items():
+        if device == "cpu" and (wrong := [part for part in parts if part in ON_GPUS]):
+            raise ValueError(f"part {wrong[0]!r} needs a GPU, and the {backend} backend runs on the CPU here")
+    if "kernels" in parts and not has_tests():
+        raise ValueError("part 'kernels' runs the tests of a clone, and none are beside this package: leave it out")
+    asked = {backend: list(parts or parts_on(device)) for backend, device in devices.items()}
+    results = Results(out.absolute())
+    for backend, device in devices.items():
+        _check_same(results, f"{backend}//machine", machine(backend, device))
+        _check_same(results, f"{backend}//arguments", arguments)
+
+    def job(backend: str, model: str, wanted: Sequence[str]) -> dict[str, Any] | None:
+        """What a process is to do, if it has anything to do."""
+        keys = {part: f"{backend}/{model}/{part}" for part in asked[backend] if part in wanted}
+        if again:
+            results.forget(list(keys.values()))
+        if missing := [part for part, key in keys.items() if key not in results]:
+            return {"backend": backend, "device": devices[backend], "model": model, "parts": missing,
+                    "out": str(results.path), "arguments": arguments}  # fmt: skip
+        return None
+
+    # beside each other: compiling and comparing leave most of the GPU idle
+    checks: list[Callable[[], None]] = []
+    checks += [partial(_in_a_process, one) for backend in backends if (one := job(backend, "", ["check"]))]
+    if any("kernels" in wanted for wanted in asked.values()) and (again or "//kernels" not in results):
+        checks.append(lambda: results.put("//kernels", kernels(beside=len(checks) - 1)))
+    _together(checks)
+    for backend in backends:
+        for model, wanted in [("", ["attention"]), *((m, kind) for m in models for kind in (NAMES, AFTER))]:
+            if one := job(backend, model, wanted):
+                _in_a_process(one)
+    return Results(results.path).values
+
+
+def shown(out: Path, backends: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What `out` has, made anywhere, and of which backends; "auto": all. Raises ValueError if one is missing."""
+    values = Results(out).values
+    there = [key.removesuffix("//machine") for key in values if key.endswith("//machine")]
+    chosen = there if "auto" in backends else list(dict.fromkeys(backends))
+    if missing := [backend for backend in chosen or backends if backend not in there]:
+        raise ValueError(f"{out} has nothing of backend {missing[0]!r}: it has {', '.join(there) or 'nothing'}")
+    return values, chosen
+
+
+def parts_on(device: str) -> Sequence[str]:
+    """All that run on it, from here."""
+    if device == "cpu":
+        return [part for part in PARTS if part not in ON_GPUS]
+    return [part for part in PARTS if part != "kernels" or has_tests()]
 
 
 def platform_of(backend: str, device: str) -> str:
@@ -100,9 +164,24 @@ def _check_same(results: Results, key: str, value: dict[str, Any]) -> None:
     results.put(key, value)
 
 
+def _together(jobs: Sequence[Callable[[], None]]) -> None:
+    """All of them beside each other, to their ends. Raises what went wrong in any."""
+    if not jobs:
+        return
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        errors = [str(error) for one in [pool.submit(job) for job in jobs] if (error := one.exception())]
+    if errors:
+        raise ChildProcessError(f"{'; '.join(errors)}. Nothing was timed")
+
+
 def _in_a_process(job: dict[str, Any]) -> None:
     """A worker does these parts; what it prints goes to stderr."""
     command = [sys.executable, "-m", f"{__package__}.marks_worker"]
     done = subprocess.run([*command, json.dumps(job | {"began": time.time()})], stdout=sys.stderr)
-    if done.returncode:
-        raise ChildProcessError(f"parts {', '.join(job['parts'])} of {job['model'] or 'the checks'} failed: see above")
+    if not done.returncode:
+        return
+    results, about = Results(Path(job["out"])), f"of {job['model']} on {job['backend']}"
+    about = about if job["model"] else f"on {job['backend']}"
+    if missing := [part for part in job["parts"] if f"{job['backend']}/{job['model']}/{part}" not in results]:
+        raise ChildProcessError(f"{', '.join(missing)} {about} failed: see above")
+    print(f"{', '.join(job['parts'])} {about}: exit status {done.returncode} after all was kept", file=sys.stderr)

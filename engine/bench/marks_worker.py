@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..json_file import read_json
 from ..llm import LLM
+from ..loading.cache_dir import cache_dir
 from ..sampling_params import SamplingParams
 from .marks import Results
 from .profiling import profile, profiler
@@ -59,56 +61,68 @@ def _exactly(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def run_identical(vocab: int, make: Callable[..., LLM]) -> dict[str, Any]:
+def run_identical(llm: LLM, vocab: int) -> dict[str, Any]:
     """Overlapped and synchronous runs of a quarter of the offline workload give the same tokens."""
-    requests = workload("offline", vocab)[:256]
-    found = []
-    for overlap in (True, False):
-        llm = make(async_scheduling=overlap, warmup="lazy")
-        outputs = llm.generate([p for p, _ in requests], [_exactly(n) for _, n in requests], use_tqdm=False)
+    requests, found = workload("offline", vocab)[:256], []
+    prompts, params = [p for p, _ in requests], [_exactly(n) for _, n in requests]
+    before = llm.max_unread
+    # all that async_scheduling says to an engine: how many steps are launched before the oldest is read
+    for most in (2, 1):
+        llm.max_unread = most
+        llm.reset_prefix_cache()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([list(o.outputs[0].token_ids) for o in outputs])
-        llm.shutdown()
-        del llm
+    llm.max_unread = before
     same = sum(a == b for a, b in zip(*found))
     return {"equal": same == len(requests), "same": same, "of": len(requests)}
+
+
+def is_first(backend: str, model: str, arguments: dict[str, Any]) -> bool:
+    """Whether no process before has begun to start this where compiled programs are kept: then a start is a cold one.
+
+    One that was killed meanwhile has begun, too.
+    """
+    about = zlib.crc32(json.dumps([backend, model, arguments], sort_keys=True).encode())
+    note = Path(arguments.get("compile_cache_dir") or cache_dir() / "compiled") / f"marks-{about:08x}"
+    found = note.exists()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.touch()
+    return not found
 
 
 def work(job: dict[str, Any]) -> None:
     """The parts of one model, or of none, in this process. `job["began"]`: when it was started, in time.time()."""
     backend, device, model, results = job["backend"], job["device"], job["model"], Results(Path(job["out"]))
     if not model:
-        from .marks_checks import CHECKS
-
         for part in job["parts"]:
-            results.put(f"{backend}//{part}", CHECKS[part](backend))
+            results.put(f"{backend}//{part}", _without_model(part)(backend))
         return
     named, vocab = f"{backend}/{model}/", vocab_of(model)
-
-    def make(**more: Any) -> LLM:
-        return start(backend, device, model, **(job["arguments"] | more))
-
-    llm = make()
-    # the second process, that of parts that are no workloads, finds what the first has compiled
-    warm = named + "startup" in results and not (job["again"] and any(part in NAMES for part in job["parts"]))
-    results.put(
-        named + ("startup-warm" if warm else "startup"),
-        {"seconds": round(time.time() - job["began"], 2), "compiles": llm.backend.num_compiles()},
-    )
-    if not warm:
-        results.put(named + "memory", {"plan": llm.memory_plan.total_bytes, "blocks": llm.memory_plan.num_blocks})
+    startup = "startup" if is_first(backend, model, job["arguments"]) else "startup-warm"
+    llm = start(backend, device, model, **job["arguments"])
+    seconds = round(time.time() - job["began"], 2)
+    results.put(named + startup, {"seconds": seconds, "compiles": llm.backend.num_compiles()})
     for part in job["parts"]:
         if part in NAMES:
             results.put(named + part, run_workload(llm, part, vocab))
         elif part == "profile":
             results.put(named + part, profile(llm, vocab))
-    if not warm and device != "cpu":
-        results.put(named + "memory", results.values[named + "memory"] | {"peak": profiler(backend).peak_memory()})
-    if "identical" in job["parts"]:
-        llm.shutdown()
-        del llm
-        # two engines, one behind the other, beside whatever the first has left on a GPU
-        room = {} if device == "cpu" else {"kv_cache_memory_bytes": 2**33}
-        results.put(named + "identical", run_identical(vocab, lambda **more: make(**(room | job["arguments"] | more))))
+        else:
+            results.put(named + part, run_identical(llm, vocab))
+    if any(part in NAMES for part in job["parts"]):
+        memory = {"plan": llm.memory_plan.total_bytes, "blocks": llm.memory_plan.num_blocks}
+        peak = {} if device == "cpu" else {"peak": profiler(backend).peak_memory()}
+        results.put(named + "memory", memory | peak)
+
+
+def _without_model(part: str) -> Callable[[str], Any]:
+    if part == "check":
+        from .marks_checks import check
+
+        return check
+    from .marks_attention import attention
+
+    return attention
 
 
 if __name__ == "__main__":

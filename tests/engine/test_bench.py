@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +17,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from octavo.engine import LLM
-from octavo.engine.backend import get_backend
-from octavo.engine.bench import marks, marks_checks, marks_table, marks_worker, measuring, profiling
+from octavo.engine.bench import measuring, profiling
 from octavo.engine.bench.measuring import latency, percentile, throughput
 from octavo.engine.bench.requests import dataset_requests, random_requests
-from octavo.engine.bench.workloads import NAMES, workload, write_config
+from octavo.engine.bench.workloads import NAMES, workload
 from octavo.engine.cli import app
 from octavo.engine.collector import Seldom
 
@@ -353,124 +350,6 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(words, says, monkeypatch
     assert says in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-@on_torch
-def test_parts_of_the_marks_are_kept_and_not_run_again(folder, tmp_path, monkeypatch):
-    out = tmp_path / "marks.json"
-    small = {"device": "cpu", "kv_cache_memory_bytes": 2**26, "threads": 1, "warmup": "lazy"}
-    found = marks.run("torch", [str(folder)], ["decode-1"], out=out, **small)
-    assert found == json.loads(out.read_text())
-    part = found[f"torch/{folder}/decode-1"]
-    assert part["tok_s"] == pytest.approx(512 / part["seconds"], rel=0.01)
-    assert part["compiles"] == 0 and found[f"torch/{folder}/startup"]["seconds"] > 0.5
-    assert "H200" not in json.dumps(found)
-
-    jobs = []
-
-    def noted(command, **more):
-        jobs.append(json.loads(command[-1]))
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", noted)
-    marks.run("torch", [str(folder)], ["decode-1"], out=out, **small)
-    assert jobs == []
-    marks.run("torch", [str(folder)], ["decode-1", "decode-64"], out=out, **small)
-    marks.run("torch", [str(folder)], ["decode-1"], out=out, again=True, **small)
-    assert [job["parts"] for job in jobs] == [["decode-64"], ["decode-1"]]
-    with pytest.raises(ValueError, match="threads"):
-        marks.run("torch", [str(folder)], ["decode-64"], out=out, **small | {"threads": 2})
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=3))
-    with pytest.raises(ChildProcessError, match="decode-64"):
-        marks.run("torch", [str(folder)], ["decode-64"], out=out, **small)
-
-
-@pytest.mark.parametrize(
-    ("again", "parts", "name"),
-    [
-        (False, ["decode-1"], "startup-warm"),
-        (True, ["decode-1"], "startup"),
-        (True, ["identical"], "startup-warm"),
-    ],
-)
-def test_a_start_behind_another_is_a_warm_one(again, parts, name, folder, tmp_path, monkeypatch):
-    """Also where all is run again: the second process finds what the first has compiled."""
-    out, model = tmp_path / "marks.json", str(folder)
-    out.write_text(json.dumps({f"torch/{model}/startup": {"seconds": 7.0}}))
-    llm = SimpleNamespace(
-        backend=SimpleNamespace(num_compiles=lambda: 3),
-        memory_plan=SimpleNamespace(total_bytes=1, num_blocks=[2]),
-        shutdown=lambda: None,
-    )
-    monkeypatch.setattr(marks_worker, "start", lambda *args, **more: llm)
-    for part in ("run_workload", "run_identical"):
-        monkeypatch.setattr(marks_worker, part, lambda *args: {})
-    job = {"backend": "torch", "device": "cpu", "model": model, "parts": parts, "out": str(out), "again": again}
-    marks_worker.work(job | {"arguments": {}, "began": time.time()})
-    found = json.loads(out.read_text())
-    assert found[f"torch/{model}/{name}"]["compiles"] == 3
-    assert (found[f"torch/{model}/startup"] == {"seconds": 7.0}) == (name == "startup-warm")
-
-
-def test_shapes_lie_in_the_users_cache(tmp_path, monkeypatch):
-    """Not where another user of the machine may have put them."""
-    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    made = Path(write_config("llama-8b"))
-    assert made.is_relative_to(tmp_path) and json.loads((made / "config.json").read_text())["hidden_size"] == 4096
-
-
-def test_an_h200_stands_beside_peers_and_other_machines_do_not():
-    values = {
-        "torch//machine": {"gpu": "NVIDIA H200, 580"},
-        "torch/llama-8b/prefill": {"tok_s": 40000.0, "seconds": 6.5, "compiles": 0},
-    }
-    (row,) = marks_table.rows(values, ["torch"], ["llama-8b", "qwen3-0.6b"])
-    told = {"model": "llama-8b", "part": "prefill", "torch": 40000.0, "unit": "input tok/s"}
-    told |= {"compiles": 0, "preemptions": None}
-    assert row == told | {"vLLM 0.26": 41100, "mark, torch": 41000}
-    values |= {"torch//machine": {"cpu": "x"}, "torch/llama-8b/identical": {"equal": False, "same": 3, "of": 4}}
-    prefill, identical = marks_table.rows(values, ["torch"], ["llama-8b"])
-    assert prefill == told
-    assert identical["torch"] == "3 of 4" and list(identical) == list(prefill)
-
-
-def test_two_backends_stand_in_one_table():
-    h200 = {"gpu": "NVIDIA H200, 580"}
-    values = {
-        "torch//machine": h200,
-        "jax//machine": h200,
-        "torch/llama-8b/decode-1": {"tok_s": 250.0, "compiles": 0, "preemptions": 1},
-        "jax/llama-8b/decode-1": {"tok_s": 231.0, "compiles": 2, "preemptions": 0},
-        "jax/llama-8b/startup-warm": {"seconds": 8.0, "compiles": 0},
-        "torch//attention": {"decode 1 x 8192": {"rate": 1900}},
-        "jax//attention": {"decode 1 x 8192": {"rate": 1800}},
-    }
-    start, decode = marks_table.rows(values, ["torch", "jax"], ["llama-8b"])
-    assert (start["torch"], start["jax"], start["mark, torch"], start["mark, jax"]) == (None, 8.0, 10, 12)
-    assert (decode["torch"], decode["jax"], decode["mark, torch"], decode["mark, jax"]) == (250.0, 231.0, 235, 230)
-    assert (decode["compiles"], decode["preemptions"], decode["vLLM 0.26"]) == (2, 1, 205)
-    assert [(r["backend"], r["rate"]) for r in marks_table.attention_rows(values, ["torch", "jax"])] == [
-        ("torch", 1900),
-        ("jax", 1800),
-    ]
-
-
-@on_torch
-def test_attention_alone_is_held_against_float64():
-    backend = get_backend("torch", {"device": "cpu", "dtype": "bfloat16", "threads": 1})
-    seconds, error = marks_checks.measure(backend, 2, 40, decode=False)
-    assert 0 < seconds < 10 and 0 < error < 1e-2
-    # nothing is not taken for it
-    with pytest.raises(SystemExit, match="relative error"):
-        marks_checks.relative_error(np.zeros((2, 8, 4, 128)), *_pools(2, 40), 40, 1)
-
-
-def _pools(seqs: int, length: int) -> tuple:
-    """A query, pools of keys and values, and block tables, as marks_checks lays them out."""
-    rng = np.random.default_rng(0)
-    pools = rng.standard_normal((2, marks_checks.REPEATED, marks_checks.BLOCK, 8, 128))
-    tables = np.arange(1, 1 + seqs * -(-length // marks_checks.BLOCK)).reshape(seqs, -1)
-    return rng.standard_normal((seqs, 8, 4, 128)), pools, tables
 
 
 @on_torch
