@@ -8,12 +8,12 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 from . import column_kernels as kernels
 from .early import early
 from .few_rows import device_name
 from .products import Twofold, contraction
+from .sizes import next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -85,9 +85,11 @@ def einsum(
     if not first or x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16 or not w.is_contiguous():
         return None
     free, tail, depth = x.shape[: x.ndim - shared], w.shape[shared:], w.shape[:shared].numel()
+    cut = cut_of(free.numel(), depth, tail.numel(), gate, x.device)
+    if cut is None or (cut.turned and not isinstance(w, Twofold)):
+        return None
     rows, plain = x.reshape(-1, depth), w.reshape(depth, -1)
-    cut = cut_of(len(rows), *plain.shape, gate, x.device)
-    if cut is None or rows.stride(-1) != 1 or (cut.turned and not isinstance(w, Twofold)):
+    if rows.stride(-1) != 1:
         return None
     weight = w.turned if cut.turned and isinstance(w, Twofold) else plain
     y = product(rows, weight, cut, norm, gate, None if add is None else add.view(len(rows), -1))
@@ -108,7 +110,7 @@ def product(
     kernels.product[(end // cut.columns,)](
         x, w, scale, out, out, num_rows, x.stride(0), eps,
         TURNED=cut.turned, DEPTH=depth, WIDTH=width, GATE=gate, ADD=add is not None, NORM=norm is not None,
-        R=triton.next_power_of_2(num_rows), N=cut.columns, D=cut.depth, S=cut.tiles,
+        R=next_power_of_2(num_rows), N=cut.columns, D=cut.depth, S=cut.tiles,
         B=max(1, min(cut.depth, once // cut.columns)), num_warps=cut.num_warps, **ahead,
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .early import early, take_turn
+from .sizes import cdiv
 
 Tensor = torch.Tensor
 
@@ -58,7 +59,7 @@ def derive(rows: dict[str, Tensor], inputs: Any, group: int, block_size: int) ->
     of_S = torch.empty((2, num_seqs + -num_seqs % 16), dtype=torch.int32, device=device)[:, :num_seqs]
     real_T = torch.empty(num_tokens, dtype=torch.bool, device=device)
     ids, positions, seqs, blocks, offsets = of_T
-    programs = triton.cdiv(max(num_tokens, num_seqs), TOKENS)
+    programs = cdiv(max(num_tokens, num_seqs), TOKENS)
     derive_kernel[(programs,)](
         tokens, rows["num_computed"], rows["prompt_len"], inputs.rows_S, inputs.query_starts_S1, table,
         ids, positions, seqs, real_T, blocks, offsets, *of_S,
@@ -85,7 +86,7 @@ def last_rows(x_TE: Tensor, inputs: Any, max_num_seqs: int) -> Tensor:
     """As models/step.py's, on a GPU."""
     num_tokens, size = x_TE.shape
     out, tile = torch.empty((max_num_seqs, size), dtype=x_TE.dtype, device=x_TE.device), 1024
-    tiles = triton.cdiv(size, tile)
+    tiles = cdiv(size, tile)
     last_rows_kernel[(max_num_seqs, tiles)](
         x_TE, inputs.query_starts_S1, out, len(inputs.query_starts_S1) - 1, num_tokens, x_TE.stride(0),
         E=size, B=tile, num_warps=4, **early(x_TE.device, max_num_seqs * tiles),

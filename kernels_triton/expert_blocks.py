@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .arrivals import counters, is_last
 from .early import early, take_turn
+from .sizes import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -159,18 +160,18 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, rows: int) -> Blocks:
     num_blocks = num_pairs // rows + min(num_pairs, num_experts)
     table = torch.empty((num_blocks, 3), dtype=torch.int32, device=device)
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    padded = triton.next_power_of_2(num_experts + 1)
+    padded = next_power_of_2(num_experts + 1)
     sizes: dict[str, Any] = {"X": num_experts, "XP": padded, "M": rows, "L": LISTED}
     if num_pairs <= MOST_PAIRS:
-        programs = triton.cdiv(num_pairs, RANKED) + 1
+        programs = cdiv(num_pairs, RANKED) + 1
         sort_kernel[(programs,)](
             ids_TC, order_P, table, num_pairs, num_blocks, R=RANKED,
-            K=min(COMPARED, max(16, triton.next_power_of_2(num_pairs))),
+            K=min(COMPARED, max(16, next_power_of_2(num_pairs))),
             # one for each thread at least: what several threads hold might be counted by each
-            PP=max(128, triton.next_power_of_2(num_pairs)), **sizes, **early(device, programs),
+            PP=max(128, next_power_of_2(num_pairs)), **sizes, **early(device, programs),
         )  # fmt: skip
     else:
-        num_chunks, programs = triton.cdiv(num_pairs, CHUNK), triton.cdiv(num_pairs, PLACED)
+        num_chunks, programs = cdiv(num_pairs, CHUNK), cdiv(num_pairs, PLACED)
         counts = torch.empty((num_chunks, padded), dtype=torch.int32, device=device)
         count_kernel[(num_chunks,)](
             ids_TC, counts, table, counters(device), num_pairs, num_blocks, Q=CHUNK, J=ADDED, **sizes,

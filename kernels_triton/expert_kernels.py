@@ -16,6 +16,7 @@ import triton.language as tl
 from .arrivals import MOST, counters, is_last
 from .early import early, hold_turn, take_turn
 from .expert_blocks import Blocks, block_of, pairs_of, sort_pairs
+from .sizes import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -160,7 +161,7 @@ def constants_of(cut: Sizes, blocks: Blocks, programs: int, device: torch.device
 def up(x_TE: Tensor, gate_up_XEXF: Tensor, blocks: Blocks, act_PF: Tensor, chosen: int, cut: Sizes) -> None:
     """Fills act_PF, rows in sorted order: silu(gate) * up."""
     num_experts, embed_dim, _, size = gate_up_XEXF.shape
-    programs = blocks.num_blocks * triton.cdiv(size, cut.columns)
+    programs = blocks.num_blocks * cdiv(size, cut.columns)
     up_kernel[(programs,)](
         x_TE, gate_up_XEXF, act_PF, blocks.order_P, blocks.table, x_TE.stride(0),
         X=num_experts, C=chosen, E=embed_dim, F=size, **constants_of(cut, blocks, programs, x_TE.device),
@@ -173,7 +174,7 @@ def down(
 ) -> None:  # fmt: skip
     """Fills y_PE, a row a pair; and out_TE with the sums of these, if the blocks are direct."""
     num_experts, size, embed_dim = down_XFE.shape
-    tiles = triton.cdiv(embed_dim, cut.columns)
+    tiles = cdiv(embed_dim, cut.columns)
     programs, turns = blocks.num_blocks * tiles, blocks.table
     if blocks.direct:
         assert len(out_TE) * tiles <= MOST
@@ -212,8 +213,8 @@ def experts(
     out_TE = torch.empty((num_tokens, embed_dim), dtype=dtype, device=x_TE.device)
     down(act_PF, down_XFE, weights_TC, blocks, y_PE, add_TE, out_TE, second)
     if not blocks.direct:
-        tile = min(SUM_TILE, triton.next_power_of_2(embed_dim))
-        tiles = triton.cdiv(embed_dim, tile)
+        tile = min(SUM_TILE, next_power_of_2(embed_dim))
+        tiles = cdiv(embed_dim, tile)
         sum_kernel[(num_tokens, tiles)](
             y_PE, ids_TC, out_TE if add_TE is None else add_TE, out_TE, 0 if add_TE is None else add_TE.stride(0),
             X=num_experts, C=chosen, E=embed_dim, B=tile, ADD=add_TE is not None,

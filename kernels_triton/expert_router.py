@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .arrivals import counters, is_last
 from .early import early, take_turn
+from .sizes import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -121,8 +122,8 @@ def route(logits_TX: Tensor, routing: Any, bias_X: Tensor | None, real_T: Tensor
     ids_TC = torch.empty((num_tokens, chosen), dtype=torch.int32, device=device)
     route_kernel[(num_tokens,)](
         logits_TX, logits_TX if bias_X is None else bias_X, real_T, weights_TC, ids_TC, routing.scale,
-        logits_TX.stride(0), X=num_experts, XP=triton.next_power_of_2(num_experts), C=chosen,
-        CP=triton.next_power_of_2(chosen), **flags_of(routing, bias_X), **early(device, num_tokens), num_warps=1,
+        logits_TX.stride(0), X=num_experts, XP=next_power_of_2(num_experts), C=chosen,
+        CP=next_power_of_2(chosen), **flags_of(routing, bias_X), **early(device, num_tokens), num_warps=1,
     )  # fmt: skip
     return weights_TC, ids_TC
 
@@ -146,19 +147,19 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(x's norm, weights [T, C], experts [T, C]), as `route` has these. Reference: models/moe.py."""
     (num_tokens, embed_dim), num_experts, device = x_TE.shape, len(router_XE), x_TE.device
-    chosen, padded = routing.num_chosen, triton.next_power_of_2(embed_dim)
+    chosen, padded = routing.num_chosen, next_power_of_2(embed_dim)
     h_TE = torch.empty((num_tokens, embed_dim), dtype=x_TE.dtype, device=device) if norm else x_TE
     logits_dtype = torch.float32 if routing.float32 else x_TE.dtype
     logits_TX = torch.empty((num_tokens, num_experts), dtype=logits_dtype, device=device)
     weights_TC = torch.empty((num_tokens, chosen), dtype=torch.float32, device=device)
     ids_TC = torch.empty((num_tokens, chosen), dtype=torch.int32, device=device)
-    each = max(1, min(TILE // padded, triton.next_power_of_2(num_experts)))
-    tiles = triton.cdiv(num_experts, each)
+    each = max(1, min(TILE // padded, next_power_of_2(num_experts)))
+    tiles = cdiv(num_experts, each)
     scale, eps = norm or (x_TE, 0.0)
     choose_kernel[(tiles, num_tokens)](
         x_TE, scale, router_XE, logits_TX if bias_X is None else bias_X, real_T, h_TE, logits_TX, weights_TC, ids_TC,
         counters(device), eps, routing.scale, x_TE.stride(0),
-        X=num_experts, XP=triton.next_power_of_2(num_experts), XB=each, C=chosen, E=embed_dim, EP=padded,
+        X=num_experts, XP=next_power_of_2(num_experts), XB=each, C=chosen, E=embed_dim, EP=padded,
         NORM=norm is not None, **flags_of(routing, bias_X), **early(device, tiles * num_tokens),
     )  # fmt: skip
     return h_TE, weights_TC, ids_TC

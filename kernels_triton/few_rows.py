@@ -6,13 +6,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from . import few_rows_kernels as kernels
 from .arrivals import counters
 from .early import early
 from .few_rows_table import TABLE
 from .products import contraction
+from .sizes import cdiv
 
 Tensor = torch.Tensor
 
@@ -59,27 +59,23 @@ def einsum(spec: str, x: Tensor, w: Tensor, gate: bool, add: Tensor | None) -> T
     if not first:
         return None
     free, tail, depth = x.shape[: x.ndim - shared], w.shape[shared:], w.shape[:shared].numel()
-    plain_x, plain_w = x.reshape(-1, depth), w.reshape(depth, -1)
-    tile = serves(plain_x, plain_w, gate)
-    if tile is None:
+    tile = tiling_of(free.numel(), depth, tail.numel(), gate, x.device)
+    # only bfloat16, of wide range
+    if tile is None or x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16 or not w.is_contiguous():
         return None
-    y = product(plain_x, plain_w, tile, gate, None if add is None else add.view(len(plain_x), -1))
+    plain = x.reshape(-1, depth)
+    if plain.stride(-1) != 1:
+        return None
+    y = product(plain, w.reshape(depth, -1), tile, gate, None if add is None else add.view(len(plain), -1))
     return y.view(*free, *(tail[1:] if gate else tail))
-
-
-def serves(x: Tensor, w: Tensor, gate: bool) -> Tiling | None:
-    """The tiles for x [R, depth] times w [depth, width], if an own kernel is for them. Only bfloat16, of wide range."""
-    if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16 or not w.is_contiguous() or x.stride(-1) != 1:
-        return None
-    return tiling_of(len(x), *w.shape, gate, x.device)
 
 
 def constants_of(depth: int, width: int, gate: bool, add: bool, tile: Tiling, single: bool = False) -> dict[str, Any]:
     """What a variant is compiled with; `single`: in fp32."""
-    end, whole = width // 2 if gate else width, triton.cdiv(depth, tile.splits)
+    end, whole = width // 2 if gate else width, cdiv(depth, tile.splits)
     return {
         "DEPTH": depth, "WIDTH": width, "GATE": gate, "ADD": add, "N": tile.columns, "D": tile.depth, "Z": tile.splits,
-        "EACH": triton.cdiv(whole, tile.depth) * tile.depth, "AHEAD": tile.ahead,
+        "EACH": cdiv(whole, tile.depth) * tile.depth, "AHEAD": tile.ahead,
         "EVEN": depth % tile.depth == 0 and end % tile.columns == 0, "M": tile.rows,
         "PRECISION": "ieee" if single else "tf32", "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
@@ -91,7 +87,7 @@ def product(x: Tensor, w: Tensor, tile: Tiling, gate: bool, add: Tensor | None) 
     end = width // 2 if gate else width
     out = torch.empty((num_rows, end), dtype=x.dtype, device=x.device) if add is None else add
     constants = constants_of(depth, width, gate, add is not None, tile, x.dtype == torch.float32)
-    tiles, parts, turns = triton.cdiv(end, tile.columns), x, x
+    tiles, parts, turns = cdiv(end, tile.columns), x, x
     if tile.splits > 1:
         size = tiles * tile.splits * tile.rows * tile.columns * (1 + gate)
         parts, turns = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device)

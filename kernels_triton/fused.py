@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .early import early, take_turn
+from .sizes import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -127,7 +128,7 @@ def norm_warps(size: int) -> int:
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean x^2 + eps) * scale over the last axis."""
     rows, out = rows_of(x), empty(x.shape, x)
-    size = triton.next_power_of_2(x.shape[-1])
+    size = next_power_of_2(x.shape[-1])
     norm_kernel[(len(rows),)](
         rows, rows, scale, rows, out, eps, rows.stride(0), 0,
         E=x.shape[-1], B=size, ADD=False, **early(x.device, len(rows)), num_warps=norm_warps(size),
@@ -138,7 +139,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, y: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + y, its norm)."""
     xs, ys, total, out = rows_of(x), rows_of(y), empty(x.shape, x), empty(x.shape, x)
-    size = triton.next_power_of_2(x.shape[-1])
+    size = next_power_of_2(x.shape[-1])
     norm_kernel[(len(xs),)](
         xs, ys, scale, total, out, eps, xs.stride(0), ys.stride(0),
         E=x.shape[-1], B=size, ADD=True, **early(x.device, len(xs)), num_warps=norm_warps(size),
@@ -151,7 +152,7 @@ def qk_norm(q_TKGD: Tensor, k_TKD: Tensor, q_scale: Tensor, k_scale: Tensor, eps
     (num_tokens, heads, group, dim), q_out, k_out = q_TKGD.shape, empty(q_TKGD.shape, q_TKGD), empty(k_TKD.shape, k_TKD)
     qk_norm_kernel[(num_tokens, heads)](
         q_TKGD, k_TKD, q_scale, k_scale, q_out, k_out, eps, *q_TKGD.stride()[:3], *k_TKD.stride()[:2],
-        K=heads, G=group, D=dim, B=triton.next_power_of_2(dim), GP=triton.next_power_of_2(group + 1), num_warps=1,
+        K=heads, G=group, D=dim, B=next_power_of_2(dim), GP=next_power_of_2(group + 1), num_warps=1,
         **early(q_TKGD.device, num_tokens * heads),
     )  # fmt: skip
     return q_out, k_out
@@ -162,7 +163,7 @@ def gated_mlp_act(x_TXF: Tensor) -> Tensor:
     x_TXF = x_TXF.contiguous()
     num_tokens, _, size = x_TXF.shape
     out = empty((num_tokens, size), x_TXF)
-    tiles = triton.cdiv(size, GATE_TILE)
+    tiles = cdiv(size, GATE_TILE)
     gate_kernel[(num_tokens, tiles)](
         x_TXF, out, F=size, B=GATE_TILE, **early(x_TXF.device, num_tokens * tiles), num_warps=4,
     )  # fmt: skip
@@ -184,14 +185,14 @@ def rope_write(
     """
     n, p, h = PLACES[order]
     (num_tokens, heads, group, dim), out = q_TKGD.shape, empty(q_TKGD.shape, q_TKGD)
-    value_dim, half = v_TKD.shape[-1], triton.next_power_of_2(dim // 2)
+    value_dim, half = v_TKD.shape[-1], next_power_of_2(dim // 2)
     q_scale, k_scale, eps = norm or (q_TKGD, q_TKGD, 0.0)
     rope_write_kernel[(num_tokens, heads)](
         q_TKGD, k_TKD, v_TKD, q_scale, k_scale, rope.cos_TD, rope.sin_TD, step.blocks_T, step.offsets_T, out, k, v,
         eps, *q_TKGD.stride()[:3], *k_TKD.stride()[:2], *v_TKD.stride()[:2],
         k.stride(n), k.stride(p), k.stride(h), v.stride(n), v.stride(p), v.stride(h),
         K=heads, G=group, D=dim, V=value_dim,
-        GP=triton.next_power_of_2(group + 1), HP=half, VP=triton.next_power_of_2(value_dim),
+        GP=next_power_of_2(group + 1), HP=half, VP=next_power_of_2(value_dim),
         NORM=norm is not None, num_warps=1, **early(q_TKGD.device, num_tokens * heads),
     )  # fmt: skip
     return out

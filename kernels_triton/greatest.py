@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .early import early, take_turn
+from .sizes import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -56,14 +57,14 @@ def argmax(x_RV: Tensor) -> Tensor:
     """int32 [R]: the place of the greatest of each row of float32, bfloat16 or float16."""
     num_rows, size = x_RV.shape
     parts = max(1, min(MOST_PARTS, PROGRAMS // num_rows, size // TILE))
-    own = triton.cdiv(triton.cdiv(size, parts), TILE) * TILE
-    parts = triton.cdiv(size, own)
+    own = cdiv(cdiv(size, parts), TILE) * TILE
+    parts = cdiv(size, own)
     tops = torch.empty((num_rows, parts), dtype=torch.float32, device=x_RV.device)
     places, out = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(num_rows, dtype=torch.int32)
     part_kernel[(num_rows, parts)](
         x_RV, tops, places, x_RV.stride(0), V=size, SIZE=own, B=TILE, **early(x_RV.device, num_rows * parts)
     )
     place_kernel[(num_rows,)](
-        tops, places, out, PARTS=parts, P=triton.next_power_of_2(parts), num_warps=1, **early(x_RV.device, num_rows)
+        tops, places, out, PARTS=parts, P=next_power_of_2(parts), num_warps=1, **early(x_RV.device, num_rows)
     )
     return out

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
+
+from .sizes import next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -22,7 +23,7 @@ def is_hopper(device: torch.device) -> bool:
 
 def queries(group: int) -> int:
     """Of a tile, each with its group's heads."""
-    return ROWS // int(triton.next_power_of_2(group))
+    return ROWS // next_power_of_2(group)
 
 
 def serves(q_TKGD: Tensor, k: Tensor, v: Tensor, block_size: int, spec: Any, scaled: bool) -> bool:
@@ -59,7 +60,7 @@ def launch(
     from . import hopper_kernels
 
     heads, group, dim = q.shape[1:]
-    wide, block_size = triton.next_power_of_2(group), k.shape[order.split().index("p")]
+    wide, block_size = next_power_of_2(group), k.shape[order.split().index("p")]
     layout = NVMMASharedLayout(128, 16, 4)
 
     def boxes(x: Tensor, box: list[int]) -> TensorDescriptor:

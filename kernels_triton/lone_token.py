@@ -16,6 +16,7 @@ import triton.language as tl
 from .attention_kernels import NEVER, share
 from .early import early, take_turn
 from .fused import PLACES
+from .sizes import cdiv, next_power_of_2
 from .triton_attention import factor_of
 
 Tensor = torch.Tensor
@@ -153,7 +154,7 @@ def attend(
     n, p, h = PLACES[order]
     (_, heads, group, dim), k, v, table = q.shape, pools["k"], pools["v"], step.block_tables_SB
     keys = table.shape[1] * k.shape[p]
-    splits = min(MAX_SPLITS, triton.cdiv(keys, KEYS))
+    splits = min(MAX_SPLITS, cdiv(keys, KEYS))
     out, num = torch.empty_like(q, memory_format=torch.contiguous_format), heads * group * splits
     parts = torch.empty((num, dim), dtype=torch.float32, device=q.device)
     peaks, sums = torch.empty((2, num), dtype=torch.float32, device=q.device)
@@ -167,7 +168,7 @@ def attend(
     )  # fmt: skip
     wide = min(WIDE, dim)
     reduce[(heads * group, dim // wide)](
-        parts, peaks, sums, step.lengths_S, out, splits, D=dim, W=wide, Z=triton.next_power_of_2(splits), N=KEYS,
+        parts, peaks, sums, step.lengths_S, out, splits, D=dim, W=wide, Z=next_power_of_2(splits), N=KEYS,
         num_warps=1, **early(q.device, heads * group * dim // wide),
     )  # fmt: skip
     return out

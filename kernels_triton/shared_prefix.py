@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .attention_kernels import NEVER, attend_tiles, share
+from .sizes import next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -78,7 +79,7 @@ def launch(
     splits: int, num_parts: int, scale: float, factor: float, constants: dict[str, Any], tiling: Any, least: int,
 ) -> None:  # fmt: skip
     """The parts of the shared prefixes, behind the `splits` that each sequence has of its own."""
-    shared, tables, group = step.shared, step.block_tables_SB, triton.next_power_of_2(q.shape[2])
+    shared, tables, group = step.shared, step.block_tables_SB, next_power_of_2(q.shape[2])
     tiles, size = shared.members_WC.shape
     grid = (q.shape[1], tiles * size * group // tiling.rows, num_parts - splits)
     prefix[grid](

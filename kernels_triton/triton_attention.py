@@ -7,13 +7,13 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from . import attention_kernels as kernels
 from . import hopper_prefill, shared_prefix
 from .arrivals import counters
 from .early import early
 from .fused import PLACES
+from .sizes import next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -80,7 +80,7 @@ def plan(step: Any, spec: Any, block_size: int) -> Plan:
 
 def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
     """Of decode: the heads of a group are the rows."""
-    rows = max(16, triton.next_power_of_2(spec.group_size))
+    rows = max(16, next_power_of_2(spec.group_size))
     widest = max(spec.k_dim, spec.v_dim)
     if dtype == torch.float32:
         return Tiling(rows, 32, 4, 2)
@@ -93,7 +93,7 @@ def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
 
 def prefill_tiling(spec: Any, dtype: torch.dtype) -> Tiling:
     """Of prefill: several queries' heads of a group are the rows."""
-    group, widest = triton.next_power_of_2(spec.group_size), max(spec.k_dim, spec.v_dim)
+    group, widest = next_power_of_2(spec.group_size), max(spec.k_dim, spec.v_dim)
     if dtype == torch.float32:
         return Tiling(max(32, group), 32, 4, 1)
     if widest > 128:
@@ -166,7 +166,7 @@ def common(
     n, p, h = PLACES[order]
     # of both, although one may be narrower: tiles of two widths came out wrong in bfloat16 (Triton 3.6, Hopper). A
     # product is over 16 dims at least, and one over codes of 8 bits over half of them
-    width = max(16 if k.dtype == q.dtype else 32, triton.next_power_of_2(max(spec.k_dim, spec.v_dim)))
+    width = max(16 if k.dtype == q.dtype else 32, next_power_of_2(max(spec.k_dim, spec.v_dim)))
     return {
         **dict(zip(("Q_T", "Q_K", "Q_G"), q.stride(), strict=False)),
         **{f"K_{a}": k.stride(i) for a, i in (("N", n), ("P", p), ("K", h))},
@@ -202,7 +202,7 @@ def launch_decode(
     tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype, k.dtype)
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
     keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
-    shared, wide = step.shared, triton.next_power_of_2(group)
+    shared, wide = step.shared, next_power_of_2(group)
     within = shared is None and sums_within(num_seqs * heads, q.device)
     least = least_keys(num_seqs * heads, within, q.device)
     splits = num_splits(num_seqs * heads, keys, least, q.device)
@@ -229,7 +229,7 @@ def launch_decode(
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
-        rows = min(prefill_tiling(spec, q.dtype).rows, shared.members_WC.shape[1] * triton.next_power_of_2(group))
+        rows = min(prefill_tiling(spec, q.dtype).rows, shared.members_WC.shape[1] * next_power_of_2(group))
         shared_prefix.launch(
             q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
             Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), least,
@@ -263,7 +263,7 @@ def launch_prefill(
     plan: Plan,
 ) -> None:
     """The rows of several tokens."""
-    tables, tiling, group = step.block_tables_SB, prefill_tiling(spec, q.dtype), triton.next_power_of_2(q.shape[2])
+    tables, tiling, group = step.block_tables_SB, prefill_tiling(spec, q.dtype), next_power_of_2(q.shape[2])
     queries = tiling.rows // group
     tiles = plan.tiles_of(queries)
     # enough programs for the tiles of a few sequences; where more begin in one step, a program takes several tiles
