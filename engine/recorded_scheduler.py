@@ -29,11 +29,11 @@ class RecordedScheduler(Scheduler):
         self._write("compiled", r.id)
 
     def schedule(self) -> Plan | None:
-        before = self.num_preemptions, len(self.left), self.held
+        before = self._changed_by_idling()
         plan = super().schedule()
         if plan is not None and self.log is not None:
             self.log.planned(plan)
-        elif (self.num_preemptions, len(self.left), self.held) != before:
+        elif self._changed_by_idling() != before:
             # nothing to run, but somebody has lost row and blocks, or given them up
             self._write("idle", self.step)
         return plan
@@ -53,6 +53,10 @@ class RecordedScheduler(Scheduler):
     def reset_prefix_cache(self) -> bool:
         self._write("reset_prefix_cache", self.step)
         return super().reset_prefix_cache()
+
+    def _changed_by_idling(self) -> tuple[int, ...]:
+        """What a schedule may change that plans nothing."""
+        return self.num_preemptions, len(self.left), self.held, len(self.estates.kept)
 
     def _write(self, kind: str, value: Any) -> None:
         if self.log is not None:

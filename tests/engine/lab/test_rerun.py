@@ -150,6 +150,31 @@ def test_a_preemption_that_no_plan_tells_of_is_logged(tmp_path):
     assert found.difference is None and found.num_steps == scheduler.step
 
 
+def test_blocks_kept_for_a_sibling_and_given_back_while_nothing_runs_are_logged(tmp_path):
+    """A stage later the sibling finds its prompt in the cache, and nobody to fork from."""
+    config = SchedulerConfig(2, 16, 16, batches=2, watermark=0.45)
+    scheduler = RecordedScheduler(config, BlockManager([None], [7], 4, True, 16))
+    scheduler.log = StepLog(tmp_path / "log", {"scheduler": scheduler.dump()})
+
+    def read(plan, token):
+        scheduler.update(plan, [token] * len(plan.sampled))
+        scheduler.log.append(plan, [token] * len(plan.sampled), None)
+
+    first = make_request("0", range(10, 15), eos_ids={9})
+    other = make_request("1", range(10, 15), 1, first=first, index=1)
+    add(scheduler, make_request("flies", range(4), eos_ids={9}), first, other)
+    one, two = scheduler.schedule(), scheduler.schedule()
+    read(one, 7)
+    three = scheduler.schedule()
+    read(two, 9)
+    assert scheduler.estates.kept == [first]
+    assert scheduler.schedule() is None and not scheduler.estates.kept
+    read(three, 9)
+    read(scheduler.schedule(), 7)
+    assert (other.finish_reason, other.num_cached) == ("length", 4)
+    assert rerun(tmp_path / "log").difference is None
+
+
 def test_a_seat_given_up_that_no_plan_tells_of_is_logged(tmp_path):
     """Its blocks are free before another's that is aborted, and so are taken in another order."""
     scheduler = RecordedScheduler(SchedulerConfig(2, 16, 16), BlockManager([None], [9], 4, True, 16))
