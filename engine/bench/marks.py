@@ -10,9 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from typing import Any
 
 from ..checks import choice
 from ..json_file import read_json
+from ..loading.cache_dir import cache_dir
 from .machine import machine
 from .marks_kernels import has_tests, kernels
 from .workloads import CONFIGS, NAMES
@@ -81,6 +84,8 @@ def run(
     another machine or other arguments in `out`, and ChildProcessError if a part fails: nothing is timed then.
     """
     asked_device = arguments.pop("device", "auto")
+    if "compile_cache_dir" in arguments:
+        raise ValueError("compile_cache_dir: each model of the marks has caches of its own; set OCTAVO_CACHE instead")
     for part in parts:
         choice("part", part, PARTS)
     for model in models:
@@ -104,8 +109,8 @@ def run(
     def job(backend: str, model: str, wanted: Sequence[str]) -> dict[str, Any] | None:
         """What a process is to do, if it has anything to do."""
         keys = {part: f"{backend}/{model}/{part}" for part in asked[backend] if part in wanted}
-        if again:
-            results.forget(list(keys.values()))
+        if again and keys:
+            results.forget([*keys.values(), *([f"{backend}/{model}/startup"] if wanted is NAMES else [])])
         if missing := [part for part, key in keys.items() if key not in results]:
             return {"backend": backend, "device": devices[backend], "model": model, "parts": missing,
                     "out": str(results.path), "arguments": arguments}  # fmt: skip
@@ -177,6 +182,10 @@ def _together(jobs: Sequence[Callable[[], None]]) -> None:
 def _in_a_process(job: dict[str, Any]) -> None:
     """A worker does these parts; what it prints goes to stderr."""
     command = [sys.executable, "-m", f"{__package__}.marks_worker"]
+    if job["model"]:
+        caches, startup = _caches(job)
+        command = ["env", f"OCTAVO_CACHE={caches}", f"TRITON_CACHE_DIR={caches / 'triton'}", *command]
+        job = job | {"startup": startup}
     done = subprocess.run([*command, json.dumps(job | {"began": time.time()})], stdout=sys.stderr)
     if not done.returncode:
         return
@@ -185,3 +194,16 @@ def _in_a_process(job: dict[str, Any]) -> None:
     if missing := [part for part in job["parts"] if f"{job['backend']}/{job['model']}/{part}" not in results]:
         raise ChildProcessError(f"{', '.join(missing)} {about} failed: see above")
     print(f"{', '.join(job['parts'])} {about}: exit status {done.returncode} after all was kept", file=sys.stderr)
+
+
+def _caches(job: dict[str, Any]) -> tuple[Path, str | None]:
+    """Where the processes of a model keep what they compile, and what a start there is: cold, and so from an empty
+    folder, until one has been told of; then warm. None if that one was elsewhere, as on another machine.
+    """
+    named = f"{job['backend']}/{job['model']}"
+    about = zlib.crc32(f"{job['out']} {named}".encode())
+    folder = cache_dir() / "bench-caches" / f"{about:08x}"
+    if f"{named}/startup" not in Results(Path(job["out"])):
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder, "startup"
+    return folder, "startup-warm" if folder.exists() else None

@@ -29,6 +29,7 @@ def kernels(beside: int = 0) -> dict[str, Any]:
     """
     workers = max(1, min(MOST, _num_cores() - beside))
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider"]
+    pytest += ["-p", "no:benchmark"]  # warns that it does nothing here
     pytest += ["-n", str(workers), "--dist", "worksteal", "--backends", ",".join(installed_backends()), *TESTS]
     # JAX would take three quarters of the GPU in each process, and what a process computes on the CPU all its cores
     command = ["env", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "OMP_NUM_THREADS=1", *pytest]

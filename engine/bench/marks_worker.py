@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..json_file import read_json
 from ..llm import LLM
-from ..loading.cache_dir import cache_dir
 from ..sampling_params import SamplingParams
 from .marks import Results
 from .profiling import profile, profiler
@@ -77,31 +75,21 @@ def run_identical(llm: LLM, vocab: int) -> dict[str, Any]:
     return {"equal": same == len(requests), "same": same, "of": len(requests)}
 
 
-def is_first(backend: str, model: str, arguments: dict[str, Any]) -> bool:
-    """Whether no process before has begun to start this where compiled programs are kept: then a start is a cold one.
-
-    One that was killed meanwhile has begun, too.
-    """
-    about = zlib.crc32(json.dumps([backend, model, arguments], sort_keys=True).encode())
-    note = Path(arguments.get("compile_cache_dir") or cache_dir() / "compiled") / f"marks-{about:08x}"
-    found = note.exists()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.touch()
-    return not found
-
-
 def work(job: dict[str, Any]) -> None:
-    """The parts of one model, or of none, in this process. `job["began"]`: when it was started, in time.time()."""
+    """The parts of one model, or of none, in this process.
+
+    `job["began"]`: when it was started, in time.time(); `job["startup"]`: by which name that is told, None: not at all.
+    """
     backend, device, model, results = job["backend"], job["device"], job["model"], Results(Path(job["out"]))
     if not model:
         for part in job["parts"]:
             results.put(f"{backend}//{part}", _without_model(part)(backend))
         return
     named, vocab = f"{backend}/{model}/", vocab_of(model)
-    startup = "startup" if is_first(backend, model, job["arguments"]) else "startup-warm"
     llm = start(backend, device, model, **job["arguments"])
     seconds = round(time.time() - job["began"], 2)
-    results.put(named + startup, {"seconds": seconds, "compiles": llm.backend.num_compiles()})
+    if job["startup"]:
+        results.put(named + job["startup"], {"seconds": seconds, "compiles": llm.backend.num_compiles()})
     for part in job["parts"]:
         if part in NAMES:
             results.put(named + part, run_workload(llm, part, vocab))

@@ -189,16 +189,30 @@ def test_parts_that_several_processes_keep_at_once_are_all_there(tmp_path):
     assert len(json.loads(out.read_text())) == 80 and os.listdir(tmp_path) == ["marks.json"]
 
 
-def test_a_start_is_a_cold_one_where_none_has_begun_before(tmp_path, monkeypatch):
-    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    assert [marks_worker.is_first("torch", "llama-8b", {}) for _ in range(3)] == [True, False, False]
-    assert marks_worker.is_first("jax", "llama-8b", {}) and marks_worker.is_first("torch", "llama-8b", {"dtype": "x"})
-    elsewhere = {"compile_cache_dir": str(tmp_path / "other")}
-    assert marks_worker.is_first("jax", "llama-8b", elsewhere) and not marks_worker.is_first("jax", "llama-8b", {})
+def test_a_start_is_a_cold_one_until_one_is_told_of_and_then_a_warm_one(workers, folder, tmp_path):
+    """Also after one that was killed. Each model starts with empty caches, whatever those of others hold."""
+    out, cache = tmp_path / "marks.json", tmp_path / "cache"
+    job = {"backend": "torch", "model": folder, "parts": ["decode-1"], "out": str(out)}
+    caches, name = marks._caches(job)
+    assert name == "startup" and caches.is_relative_to(cache) and not caches.exists()
+    caches.mkdir(parents=True)
+    (caches / "program").touch()
+    assert marks._caches(job) == (caches, "startup") and not caches.exists()
+    assert marks._caches(job | {"backend": "jax"})[0] != marks._caches(job | {"model": "llama-8b"})[0] != caches
+    Results(out).put(f"torch/{folder}/startup", {"seconds": 9.0})
+    # what was told was told elsewhere
+    assert marks._caches(job) == (caches, None)
+    caches.mkdir(parents=True)
+    assert marks._caches(job) == (caches, "startup-warm") and caches.exists()
+    marks.run(["torch"], [folder], ["identical"], out=out, **SMALL)
+    marks.run(["torch"], [folder], ["decode-1"], out=out, again=True, **SMALL)
+    assert [one["startup"] for one in workers.jobs] == ["startup-warm", "startup"]
+    with pytest.raises(ValueError, match="caches of its own"):
+        marks.run(["torch"], [folder], out=out, compile_cache_dir="x", **SMALL)
 
 
-@pytest.mark.parametrize("parts", [["decode-1"], ["identical"]])
-def test_a_start_behind_another_is_a_warm_one(parts, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("startup", ["startup", "startup-warm", None])
+def test_a_start_is_told_by_its_name(startup, folder, tmp_path, monkeypatch):
     out = tmp_path / "marks.json"
     llm = SimpleNamespace(
         backend=SimpleNamespace(num_compiles=lambda: 3), memory_plan=SimpleNamespace(total_bytes=1, num_blocks=[2])
@@ -206,13 +220,13 @@ def test_a_start_behind_another_is_a_warm_one(parts, folder, tmp_path, monkeypat
     monkeypatch.setattr(marks_worker, "start", lambda *args, **more: llm)
     for part in ("run_workload", "run_identical"):
         monkeypatch.setattr(marks_worker, part, lambda *args: {})
+    parts = ["decode-1"] if startup == "startup" else ["identical"]
     job = {"backend": "torch", "device": "cpu", "model": folder, "parts": parts, "out": str(out), "arguments": {}}
-    for name in ("startup", "startup-warm"):
-        marks_worker.work(job | {"began": time.time() - 7})
-        found = json.loads(out.read_text())
-        assert found[f"torch/{folder}/{name}"]["compiles"] == 3
-    assert found[f"torch/{folder}/startup"]["seconds"] >= 7
-    assert (f"torch/{folder}/memory" in found) == (parts == ["decode-1"])
+    marks_worker.work(job | {"began": time.time() - 7, "startup": startup})
+    found = {key.rpartition("/")[2]: value for key, value in json.loads(out.read_text()).items()}
+    memory = ["memory"] if startup == "startup" else []
+    assert set(found) == {*parts, *memory, *([startup] if startup else [])}
+    assert not startup or (found[startup]["compiles"] == 3 and found[startup]["seconds"] >= 7)
 
 
 def test_overlapped_and_synchronous_runs_are_compared_on_one_engine(monkeypatch):
@@ -255,6 +269,17 @@ def test_attention_alone_is_held_against_float64(backend):
     for one in found.values():
         assert 0 < one["us"] < 10e6 and one["unit"] == "TFLOP/s"
         assert 1e-3 < one["error"] < 1e-2 if backend == "torch" else one["error"] < 1e-5
+
+
+@on_torch
+def test_attention_alone_is_recorded_before_it_is_timed(monkeypatch):
+    from recorder import graphs_on_a_cpu
+
+    recorder = graphs_on_a_cpu(monkeypatch)
+    on = get_backend("torch", {"dtype": "bfloat16", "device": "cpu", "threads": 1})
+    marks_attention.measured(on, [Size("prefill", 2, 40), Size("decode", 1, 40)])
+    # the check, three to warm up, three times ten
+    assert on.num_compiles() == 2 and recorder.replays == 2 * 34
 
 
 def test_attention_that_is_not_right_is_refused():
