@@ -141,8 +141,8 @@ class Backend(Protocol):
         """Bytes of the whole device, whoever has them; None where that is the host's memory."""
         ...
 
-    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
-        """Bytes that are kept on a GPU beside a weight of this shape, for its product."""
+    def bytes_beside(self, spec: ArraySpec, shape: Sequence[int]) -> int:
+        """Bytes that are kept on a GPU, for its product, beside a weight of which a device has this shape."""
         ...
 
     def any_width(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:

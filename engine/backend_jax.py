@@ -393,7 +393,7 @@ class JaxBackend:
         """Bytes that JAX may take of the first GPU of this process; None on a CPU."""
         return device_memory()
 
-    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
+    def bytes_beside(self, spec: ArraySpec, shape: Sequence[int]) -> int:
         """None: every weight lies once."""
         return 0
 

@@ -430,9 +430,9 @@ class TorchBackend:
         """Bytes of the GPU, whoever has them; None on a CPU."""
         return torch.cuda.mem_get_info()[1] if self.device.type == "cuda" else None
 
-    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
-        """Bytes of a weight of this shape that lies turned as well; 0 of others, and on a CPU."""
-        return self.ops.bytes_beside(shape, product, getattr(torch, self.dtype), self.device)
+    def bytes_beside(self, spec: ArraySpec, shape: Sequence[int]) -> int:
+        """Bytes of a weight that lies turned as well; 0 of others, and on a CPU."""
+        return self.ops.bytes_beside(spec, shape, getattr(torch, self.dtype), self.device)
 
     def any_width(self, specs: Iterable[Any], cache: str | None = None, scaled: bool = False) -> bool:
         """Whether attention of these specs costs the same with a wider block table."""

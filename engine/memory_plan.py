@@ -82,7 +82,7 @@ class Planner:
     divisors: Mapping[str, int]
     available: int | None
     total: int | None = None
-    beside: Callable[[Sequence[int], str], int] | None = None
+    beside: Callable[[ArraySpec, Sequence[int]], int] | None = None
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Planner:
         """Bytes of the weights of a pipeline stage, on one device."""
         tree = stage_tree(self.model, layers, self.model.weights)
         specs, embed = leaves(tree), tree.get("embed")
-        beside = sum(self.beside(shard_of(s, self.divisors), s.product) for s in specs if self.beside and s.product)
+        beside = sum(self.beside(s, shard_of(s, self.divisors)) for s in specs if self.beside and s.product)
         if self.config.backend == "torch" and embed is not None and embed.product is not None:
             # packed for its product, a tied table is kept a second time for look-ups
             specs.append(embed)
@@ -213,14 +213,14 @@ def memory_plan(
     divisors: Mapping[str, int] | None = None,
     available: int | None = None,
     total: int | None = None,
-    beside: Callable[[Sequence[int], str], int] | None = None,
+    beside: Callable[[ArraySpec, Sequence[int]], int] | None = None,
 ) -> MemoryPlan:
     """The plan of a config that has been through `for_model`.
 
     `divisors` says over how many devices a logical axis is split; `available` is the free memory of a device in bytes
     (devices that are one host's CPU share its memory), None where it is not known; `total` is all that a GPU has, of
-    which gpu_memory_utilization is a part; `beside` (shape, product) are the bytes that the backend keeps beside a
-    weight, None: nothing. Under max_model_len "auto" the plan's max_model_len is the longest that fits. Raises
+    which gpu_memory_utilization is a part; `beside` (spec, a device's shape) are the bytes that the backend keeps
+    beside a weight, None: nothing. Under max_model_len "auto" the plan's max_model_len is the longest that fits. Raises
     ValueError when the cache cannot hold one request.
     """
     if config.max_model_len is None:

@@ -70,13 +70,6 @@ def is_kept_turned(shape: Sequence[int], product: str, dtype: torch.dtype, devic
     return any(cut is not None and cut.turned for cut in cuts)
 
 
-def kept(weight: Tensor, product: str) -> Tensor:
-    """The weight, turned as well if a product of these kernels wants it so."""
-    if not is_kept_turned(weight.shape, product, weight.dtype, weight.device):
-        return weight
-    return Twofold.of(weight, weight.shape[: contraction(product)[0]].numel())
-
-
 def einsum(
     spec: str, x: Tensor, w: Tensor, norm: tuple[Tensor, float] | None, gate: bool, add: Tensor | None
 ) -> Tensor | None:

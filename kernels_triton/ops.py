@@ -17,7 +17,7 @@ from .blocked import Blocked
 from .collectives import HIDDEN, WHOLE, Collectives
 from .experts import experts
 from .native import Native
-from .products import Packed, adds, look_up, matmul, matmul_add, pack
+from .products import Packed, Twofold, adds, contraction, look_up, matmul, matmul_add, pack
 
 if find_spec("triton"):
     from . import arrivals, columns, derive, expert_router, few_rows, fused, greatest, lone_token
@@ -66,15 +66,20 @@ class TorchOps(Collectives):
             arrivals.counters(weight.device)
         if self.native and spec.product and Blocked.serves(weight, spec.product, self.native):
             return Blocked(weight, spec.product, self.native)
-        if columns and weight.is_cuda and spec.product and not self.pure:
-            return columns.kept(weight, spec.product)
+        if weight.is_cuda and spec.product and self.turns(spec, weight.shape, weight.dtype, weight.device):
+            return Twofold.of(weight, weight.shape[: contraction(spec.product)[0]].numel())
         return pack(weight, spec.product)
 
-    def bytes_beside(self, shape: Sequence[int], product: str, dtype: torch.dtype, device: torch.device) -> int:
-        """Bytes that `prepare` keeps on a GPU beside a weight of this shape."""
-        if not columns or device.type != "cuda" or self.pure:
-            return 0
-        return math.prod(shape) * dtype.itemsize if columns.is_kept_turned(shape, product, dtype, device) else 0
+    def bytes_beside(self, spec: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that `prepare` keeps on a GPU beside a weight of this spec, of which a device has this shape."""
+        turned = device.type == "cuda" and self.turns(spec, shape, dtype, device)
+        return math.prod(shape) * dtype.itemsize if turned else 0
+
+    def turns(self, spec: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a weight lies turned as well: for products of very few rows, but those that are parts of a sum."""
+        if not columns or self.pure or self.shards(*spec.axes[: contraction(spec.product)[0]]):
+            return False
+        return columns.is_kept_turned(shape, spec.product, dtype, device)
 
     def einsum(
         self, spec: str, x: Tensor, w: Tensor | Packed, out: tuple, reduce: str | None = None,

@@ -95,7 +95,7 @@ class NumpyBackend:
     def total_memory(self) -> int | None:
         return None
 
-    def bytes_beside(self, shape: Sequence[int], product: str) -> int:
+    def bytes_beside(self, spec: ArraySpec, shape: Sequence[int]) -> int:
         return 0
 
     def shares_prefixes(self, specs: Iterable[AttentionSpec], cache: str | None = None, scaled: bool = False) -> bool:

@@ -229,9 +229,9 @@ def test_what_lies_beside_weights_is_theirs():
     """Of the shards that a device keeps; the cache has that much less."""
     asked = []
 
-    def beside(shape, product):
+    def beside(spec, shape):
         asked.append(tuple(shape))
-        return 1000 if product == "tf,fe->te" else 0
+        return 1000 if spec.product == "tf,fe->te" else 0
 
     probe = _gpu_plan(80 << 30, 80 << 30)
     room = probe.total_bytes - probe.cache_bytes + 40 * BLOCK

@@ -74,7 +74,7 @@ def test_a_weight_lies_twice_only_for_a_product_of_these_kernels() -> None:
     ops, weight = TorchOps(), torch.randn(48, 2, 32).bfloat16()
 
     def prepared(w: torch.Tensor, product: str, ops: TorchOps = ops) -> Any:
-        return ops.prepare(w, SimpleNamespace(product=product))
+        return ops.prepare(w, SimpleNamespace(product=product, axes=("embed", None, "mlp")))
 
     both = prepared(weight, "te,exf->txf")
     assert isinstance(both, Twofold) and torch.equal(both.turned, weight.reshape(48, 64).t())
@@ -84,6 +84,10 @@ def test_a_weight_lies_twice_only_for_a_product_of_these_kernels() -> None:
     others = ((weight.float(), "te,exf->txf"), (weight[:40], "te,exf->txf"), (weight.movedim(0, 2), "te,xfe->txf"))
     assert not any(isinstance(prepared(*other), Twofold) for other in others)
     assert not isinstance(prepared(weight, "te,exf->txf", TorchOps(pure=True)), Twofold)
+    # the sum over shards of its depth is for torch's product; columns of its own are not
+    for axis in ("embed", "mlp"):
+        shared = TorchOps(rules={axis: "tp"}, mesh=object())
+        assert isinstance(prepared(weight, "te,exf->txf", shared), Twofold) == (axis == "mlp")
 
 
 @pytest.mark.usefixtures("ours")
@@ -97,7 +101,7 @@ def test_einsum_leaves_other_rows_to_other_kernels(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(columns, "product", product)
     ops, norm = TorchOps(), (torch.ones(48).bfloat16(), 1e-6)
-    w = ops.prepare(torch.randn(48, 2, 32).bfloat16(), SimpleNamespace(product="te,exf->txf"))
+    w = ops.prepare(torch.randn(48, 2, 32).bfloat16(), SimpleNamespace(product="te,exf->txf", axes=(None,) * 3))
     out = ops.einsum("te,exf->txf", torch.ones(1, 48).bfloat16(), w, (None,), norm=norm, gate=True)
     assert out.shape == (1, 32) and seen == [(1, 48)]
     monkeypatch.setattr(ops, "rms_norm", lambda x, *_: x)
@@ -141,9 +145,15 @@ def test_copies_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     specs = [s for s in leaves(spec_from_hf(CONFIGS["llama-8b"]).weights) if s.product]
 
     def count(dtype: torch.dtype, device: torch.device) -> int:
-        return sum(ops.bytes_beside(s.shape, s.product, dtype, device) for s in specs)
+        return sum(ops.bytes_beside(s, s.shape, dtype, device) for s in specs)
 
     assert count(torch.bfloat16, cuda) == 32 * 2 * 4096 * (6144 + 4096 + 14336)
     assert count(torch.float16, cuda) == count(torch.bfloat16, torch.device("cpu")) == 0
-    assert ops.bytes_beside((2048, 28672), "te,ef->tf", torch.bfloat16, cuda) == 0
+    odd = SimpleNamespace(product="te,ef->tf", axes=(None, None))
+    assert ops.bytes_beside(odd, (2048, 28672), torch.bfloat16, cuda) == 0
+    # shards of that shape: of columns, and of a depth over which partial sums are added up
+    shared = TorchOps(rules={"mlp": "tp"}, mesh=object())
+    for product, axes, turned in (("te,ef->tf", (None, "mlp"), True), ("tf,fe->te", ("mlp", None), False)):
+        spec = SimpleNamespace(product=product, axes=axes)
+        assert bool(shared.bytes_beside(spec, (4096, 4096), torch.bfloat16, cuda)) == turned
     columns.cut_of.cache_clear()
