@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -78,6 +80,7 @@ class Engine:
         self.numbers: dict[str, int] = {}  # of the requests that are alive, by id
         self.names: dict[int, str] = {}
         self.told: set[int] = set()  # whose prompt's ids have been sent
+        self.later: deque[Command | Ended] = deque()  # asked while a sleep waits, to be done before the inbox's
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -90,11 +93,20 @@ class Engine:
         """Does all that has been asked so far; with `wait`, waits for something first."""
         try:
             while True:
-                command = self.inbox.get(block=wait)
+                command = self.later.popleft() if self.later else self.inbox.get(block=wait)
                 wait = False
                 self._do(command)
         except Empty:
             return
+
+    def _take_aborts(self) -> None:
+        """Does what aborts ask. All that has been asked is kept for later: an abort may be of one that comes then."""
+        with contextlib.suppress(Empty):
+            while True:
+                self.later.append(self.inbox.get(block=False))
+        for command in self.later:
+            if isinstance(command, Abort):
+                self._abort(command)
 
     def _do(self, command: Command | Ended) -> None:
         if isinstance(command, Ended):
@@ -142,6 +154,7 @@ class Engine:
         if mode == "abort":
             self._abort(Abort(tuple(self.names)))
         while self.llm.has_unfinished_requests():
+            self._take_aborts()
             self._step()
 
     def _step(self) -> None:

@@ -25,7 +25,7 @@ from tiny import engine as tiny_engine
 from octavo.engine import AsyncLLM, EngineDeadError, RequestFailedError
 from octavo.engine.child import Child
 from octavo.engine.engine_process import Engine
-from octavo.engine.messages import Add, Ask, Ended, News
+from octavo.engine.messages import Abort, Add, Answer, Ask, Ended, News
 
 LONG, SHORT = replace(GREEDY, max_tokens=100), replace(GREEDY, max_tokens=3)
 
@@ -131,6 +131,24 @@ def test_what_ended_well_in_a_step_that_fails_is_told_so(monkeypatch: pytest.Mon
     assert list(reports) == [1] and isinstance(reports[1], RequestFailedError)
     assert number == 0 and output.finished and output.outputs[0].finish_reason == "length"
     assert not engine.numbers and not llm.processor.families
+
+
+def test_who_leaves_while_a_sleep_waits_is_not_waited_for() -> None:
+    llm, told = tiny_engine(backend=BACKENDS[0], enable_sleep_mode=True), []
+    engine = Engine(llm, SimpleQueue(), SimpleNamespace(send=told.append))
+    engine._add(Add(0, "leaves", PROMPTS[0], LONG, 0, None))
+    engine._add(Add(1, "stays", PROMPTS[0], SHORT, 0, None))
+    for command in (Add(2, "late", PROMPTS[0], SHORT, 0, None), Abort((0, 2)), Ask(9, "is_sleeping", {})):
+        engine.inbox.put(command)
+    engine._do(Ask(8, "sleep", {"mode": "wait"}))
+    assert llm.is_sleeping() and llm.scheduler.step < 9
+    engine._take_commands(wait=False)
+    last = {n: o.outputs[0].finish_reason for r in told if isinstance(r, News) for n, o in r.outputs if o.finished}
+    assert last == {0: "abort", 1: "length"}
+    # what else was asked meanwhile comes behind the sleep, in its order
+    others = [(type(r), r.number) for r in told if not isinstance(r, News)]
+    assert others == [(Answer, 8), (Ended, 2), (Answer, 9)]
+    assert not engine.numbers
 
 
 def test_shutting_down_ends_what_is_open() -> None:
