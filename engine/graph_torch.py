@@ -99,7 +99,8 @@ class Inputs:
                 size += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.places = [self._place(x, at) for x, at in zip(arrays, self.offsets, strict=True)]
-        self.stages = [torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned) for _ in range(STAGES)]
+        # one array of all: pinning memory is a call of the driver's
+        self.stages = torch.empty((STAGES, size), dtype=torch.uint8, pin_memory=self.pinned).unbind()
         self.copied: list[torch.cuda.Event | None] = [None] * STAGES
         # where each of the host's arrays goes, in every stage
         self.views = [
