@@ -77,8 +77,9 @@ def compilers(device: torch.device) -> Iterator[Callable[[Any, str], None]]:
         asked.append(pool.submit(compiled, fn, specialization))
 
     know_triton()
-    initializer = torch.cuda.set_device if used else None
-    with switching(SWITCH), ThreadPoolExecutor(os.cpu_count(), initializer=initializer, initargs=used) as pool:
+    # more of them than cores this process may use would only want Python's lock as well
+    cores, initializer = len(os.sched_getaffinity(0)), torch.cuda.set_device if used else None
+    with switching(SWITCH), ThreadPoolExecutor(cores, initializer=initializer, initargs=used) as pool:
         try:
             yield compile
         finally:
