@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
+from operator import itemgetter
 from typing import Any
+
+import jax
 
 
 def direct(compiled: Any) -> Callable[[list[Any]], Any]:
@@ -33,3 +36,27 @@ def direct(compiled: Any) -> Callable[[list[Any]], Any]:
         return unflatten([x for (x,) in found.disassemble_into_single_device_arrays()])
 
     return run
+
+
+def lister(tree: Any) -> Callable[[Any], Any]:
+    """What lists the leaves of trees with the structure of this one, in jax.tree's order.
+
+    jax.tree sorts the names of every dict anew, which is most of what flattening a model's weights takes.
+    """
+    if isinstance(tree, dict) and len(tree) > 1 and jax.tree_util.all_leaves(tree.values()):
+        return itemgetter(*sorted(tree))
+    if isinstance(tree, dict):
+        return _of_parts([(name, lister(tree[name])) for name in sorted(tree)])
+    if type(tree) in (list, tuple):
+        return _of_parts([(i, lister(x)) for i, x in enumerate(tree)])
+    return jax.tree.leaves
+
+
+def _of_parts(parts: list[tuple[Any, Callable[[Any], Any]]]) -> Callable[[Any], list]:
+    def leaves(found: Any) -> list:
+        out: list[Any] = []
+        for place, part in parts:
+            out += part(found[place])
+        return out
+
+    return leaves

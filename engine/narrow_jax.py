@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .direct_jax import direct
+from .direct_jax import direct, lister
 
 Same = tuple[bool, ...]  # of the leaves of what is consumed: whether they come back as they went in
 Kept = tuple[tuple[tuple[int, ...], str], ...]  # shapes and dtypes of results that always lie at the same place
@@ -82,11 +82,14 @@ class Narrow:
         """What calling this returns, by a program that was compiled from what `lower` gave."""
         (same, kept), run, at, flatten = notes, direct(compiled), self.at, jax.tree.flatten
         changes, places, copy = [not stays for stays in same], [], self.copy
+        before: Callable[[tuple], Any] | None = None  # lists the arguments before what is consumed: the weights
 
         def call(args: tuple) -> Any:
+            nonlocal before
+            before = before or lister(args[:at])
             leaves, tree = flatten(args[at])
             staying, changing = list(compress(leaves, same)), list(compress(leaves, changes))
-            others = [*flatten(args[:at])[0], *staying, *flatten(args[at + 1 :])[0]]
+            others = [*before(args[:at]), *staying, *flatten(args[at + 1 :])[0]]
             if copy and (not places or places[0].is_deleted()):
                 # the first call, or one behind a call that failed
                 places[:] = [jax.device_put(np.zeros(*each), changing[0].sharding) for each in kept]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .saved_jax import Held
+from .saved_jax import Held, kind_of
 
 RENEWS: dict[str, Any] = {"donate_argnums": 0, "keep_unused": True}  # of jit
 LARGEST = 1 << 22  # bytes of an array that is kept: block tables are, a prompt's embeddings are not
@@ -26,17 +26,19 @@ class Resident:
     `renew` is `renewed` as a program. `device` is where they are kept; None: where JAX puts what nobody places.
     """
 
-    def __init__(self, program: Any, at: tuple[int, ...], renew: Held, device: Any = None) -> None:
+    def __init__(self, program: Held, at: tuple[int, ...], renew: Held, device: Any = None) -> None:
         self.program, self.at, self.renew = program, at, renew
         self.device = device and jax.sharding.SingleDeviceSharding(device)
-        self.kept: dict[Any, tuple[np.ndarray, jax.Array]] = {}
+        self.kept: dict[Any, list[tuple[np.ndarray, jax.Array] | None]] = {}
+        self.last: dict[int, tuple[Any, Any, Any]] = {}  # of each argument: as given, on the device, its kind
 
     def __call__(self, *args: Any) -> Any:
-        args_list = list(args)
+        given, kinds = list(args), {}
         for i in self.at:
-            leaves, tree = jax.tree.flatten(args[i])
-            args_list[i] = tree.unflatten([self._settle((i, tree, j), x) for j, x in enumerate(leaves)])
-        return self.program(*args_list)
+            if i not in self.last or self.last[i][0] is not args[i]:
+                self.last[i] = args[i], *self._settle(i, args[i])
+            _, given[i], kinds[i] = self.last[i]
+        return self.program(*given, kinds=kinds)
 
     def lower(self, *args: Any) -> Any:
         """As the program's own."""
@@ -53,18 +55,24 @@ class Resident:
         known.update(arrays)
         return [self.renew.prepare(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device), x) for x in new]
 
-    def _settle(self, place: Any, x: Any) -> Any:
+    def _settle(self, i: int, tree: Any) -> tuple[Any, Any]:
+        """The argument with its arrays on the device, and its kind."""
+        leaves, structure = jax.tree.flatten(tree)
+        kind = kind_of(leaves, structure)
+        kept = self.kept.setdefault((i, kind), [None] * len(leaves))
+        return structure.unflatten([self._settled(kept, j, x) for j, x in enumerate(leaves)]), kind
+
+    def _settled(self, kept: list, j: int, x: Any) -> Any:
         if not isinstance(x, np.ndarray):
             return x
         if not _is_kept(x):
             return jax.device_put(x, self.device)
-        key = (*place, x.shape)
-        if key not in self.kept:
+        if kept[j] is None:
             # by way of the program that renews it: its first run is then over as well
-            self.kept[key] = x, self.renew(jax.device_put(x, self.device), x)
-        elif not np.array_equal(self.kept[key][0], x):
-            self.kept[key] = x, self.renew(self.kept[key][1], x)
-        return self.kept[key][1]
+            kept[j] = x, self.renew(jax.device_put(x, self.device), x)
+        elif kept[j][0] is not x and not (kept[j][0] == x).all():
+            kept[j] = x, self.renew(kept[j][1], x)
+        return kept[j][1]
 
 
 def _is_kept(x: Any) -> bool:

@@ -18,7 +18,7 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ CANNOT_LOAD = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, KeyError, IndexError,
     jax.errors.JaxRuntimeError,
 )  # fmt: skip
+UNKNOWN: Mapping[int, Any] = {}
 CANNOT_SAVE = ValueError, TypeError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError
 
 
@@ -84,8 +85,9 @@ class Held:
         self.program, self.steady = program, frozenset(steady)
         self.ready: dict[Any, Callable[[tuple], Any]] = {}  # by kind
 
-    def __call__(self, *args: Any) -> Any:
-        kind = self._kind(args)
+    def __call__(self, *args: Any, kinds: Mapping[int, Any] = UNKNOWN) -> Any:
+        """`kinds`: of arguments, by their places, where they are known."""
+        kind = self._kind(args, kinds)
         run = self.ready.get(kind)
         if run is None:
             self.prepare(*args)()
@@ -112,8 +114,9 @@ class Held:
     def _keep(self, kind: Any, compiled: Any, notes: Any) -> None:
         self.ready[kind] = self.program.bound(compiled, notes)
 
-    def _kind(self, args: tuple) -> Any:
-        return tuple(_shapes(x) for i, x in enumerate(args) if i not in self.steady)
+    def _kind(self, args: tuple, kinds: Mapping[int, Any] = UNKNOWN) -> Any:
+        varying = (i for i in range(len(args)) if i not in self.steady)
+        return tuple(kinds[i] if i in kinds else kind_of(*jax.tree.flatten(args[i])) for i in varying)
 
 
 class Saved(Held):
@@ -282,9 +285,9 @@ def _hash(*parts: Any) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def _shapes(x: Any) -> Any:
-    leaves, tree = jax.tree.flatten(x)
-    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+def kind_of(leaves: list, structure: Any) -> Any:
+    """What a program is compiled for, of an argument."""
+    return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def _aval(x: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from backends import BACKENDS
 
-from octavo.engine.direct_jax import direct
+from octavo.engine.direct_jax import direct, lister
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="programs of JAX")
 
@@ -62,3 +62,11 @@ def test_a_scalar_result_and_results_of_nothing() -> None:
     compiled = jax.jit(lambda c, w, x: (None, {}, x + 1)).lower(*args()).compile()
     found = direct(compiled)(jax.tree.leaves(args()))
     assert found[:2] == (None, {}) and int(found[2]) == 5
+
+
+def test_leaves_are_listed_in_the_order_of_jax() -> None:
+    tree = {"z": 1, "layers": [{"b": 2, "a": 3}, {"b": 4, "a": 5}], "one": {"rope": 6}, "none": None, "t": ({}, (7,))}
+    assert list(lister(tree)(tree)) == jax.tree.leaves(tree) == [3, 2, 5, 4, 6, 7, 1]
+    # what is put in another's place is seen
+    tree["layers"][1]["a"] = 8
+    assert list(lister(tree)(tree))[2] == 8
