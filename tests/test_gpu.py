@@ -294,20 +294,22 @@ def test_triton_experts_equal_float64_over_fresh_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="kernels of the JAX room")
-@pytest.mark.parametrize("sizes", ["LARGE", "SMALL"])
-def test_mosaic_experts_equal_float64(sizes: str) -> None:
-    """Compiled, over ragged counts, what nobody may read being nan."""
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["one-cut", "the-other"])
+def test_mosaic_experts_equal_float64(turn: int, share: int) -> None:
+    """Compiled, over ragged counts, what nobody may read being nan; the cuts into tiles take turns."""
     from kernels.test_mosaic_experts import RAGGED, jnp, mosaic_experts, mosaic_gpu, poisoned
     from tolerances import tolerance
 
     if not mosaic_gpu.is_hopper():
         pytest.skip("kernels for Hopper")
-    for name, ids in RAGGED.items():
+    for i, (name, ids) in list(enumerate(RAGGED.items()))[share::SHARES]:
         x, w, up, down, want = poisoned(ids, "bfloat16")
         x, up, down = (jnp.asarray(a, "bfloat16") for a in (x, up, down))
-        cut = getattr(mosaic_experts, sizes)
-        got = mosaic_experts.experts(x, w, np.array(ids, np.int32), up, down, sizes=cut, num_programs=132)
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("bfloat16", "experts"), err_msg=name)
+        sizes = (mosaic_experts.LARGE, mosaic_experts.SMALL)[(i // SHARES + turn) % 2]
+        got = mosaic_experts.experts(x, w, np.array(ids, np.int32), up, down, sizes=sizes, num_programs=132)
+        message = f"{name}, {sizes}"
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance("bfloat16", "experts"), err_msg=message)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

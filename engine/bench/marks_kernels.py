@@ -13,6 +13,7 @@ from ..backend import installed_backends
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/test_gpu.py", "tests/test_matrix.py", "tests/kernels")
+LIMIT = 120  # seconds of a test
 MOST = 16  # processes: each has some 2 GB of the GPU, and more than that many compilers gain nothing
 
 
@@ -29,7 +30,8 @@ def kernels(beside: int = 0) -> dict[str, Any]:
     """
     workers = max(1, min(MOST, _num_cores() - beside))
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider"]
-    pytest += ["-p", "no:benchmark"]  # warns that it does nothing here
+    # the one warns that it does nothing here; a test that hangs is to be named before the time is up
+    pytest += ["-p", "no:benchmark", "--timeout", str(LIMIT)]
     pytest += ["-n", str(workers), "--dist", "worksteal", "--backends", ",".join(installed_backends()), *TESTS]
     # JAX would take three quarters of the GPU in each process, and what a process computes on the CPU all its cores
     command = ["env", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "OMP_NUM_THREADS=1", *pytest]

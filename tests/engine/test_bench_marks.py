@@ -240,6 +240,7 @@ def test_overlapped_and_synchronous_runs_are_compared_on_one_engine(monkeypatch)
     def watched(*args: Any, **more: Any) -> Any:
         unread.append(llm.max_unread)
         outputs = generate(*args, **more)
+        assert not any(o.num_cached_tokens for o in outputs)
         if spoilt and llm.max_unread == 1:
             outputs[4].outputs[0].token_ids.append(0)
         return outputs
