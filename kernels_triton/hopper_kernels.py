@@ -24,10 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_prefill import ROWS
+
 LOG2E = gl.constexpr(1.4426950408889634)
 NEVER = gl.constexpr(-1.0e30)  # as in attention_kernels.py
 NOWHERE = gl.constexpr(1 << 30)  # a block outside every cache: what is copied from there is zeros
-ROWS = gl.constexpr(64)  # of a warpgroup
+HALF_ROWS = gl.constexpr(ROWS // 2)  # of a tile: those of a warpgroup
 ATOM = gl.constexpr(64)  # numbers of a row that lie together in shared memory, as the matrix unit wants them
 
 
@@ -146,7 +148,7 @@ def softmax(s_MN, peak_M, sum_M, factor):
 @gluon.jit
 def score(q, memory, N: gl.constexpr, LAYOUT: gl.constexpr):
     """Begins the scores of a tile of keys."""
-    zero = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    zero = gl.zeros([HALF_ROWS, N], gl.float32, LAYOUT)
     return warpgroup_mma(q, memory.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -185,7 +187,7 @@ def attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    m = gl.arange(0, ROWS, ROW)
+    m = gl.arange(0, HALF_ROWS, ROW)
     q_memory, q_full, q_empty = queries
     k_memory, k_full, k_empty = keys
     v_memory, v_full, v_empty = values
@@ -199,7 +201,7 @@ def attend(
             h, _s, first, start, count, computed, hi = tile_of(u, total, work, K, Q)
             first += HALF * (Q // 2)
             T, position_M = gl.cdiv(hi, N), computed + first + m // GP
-            peak_M, sum_M = gl.full([ROWS], NEVER, gl.float32, ROW), gl.zeros([ROWS], gl.float32, ROW)
+            peak_M, sum_M = gl.full([HALF_ROWS], NEVER, gl.float32, ROW), gl.zeros([HALF_ROWS], gl.float32, ROW)
             if SINKS:
                 peak_M = gl.load(sinks + h * G + m % GP, mask=m % GP < G, other=0.0).to(gl.float32) * LOG2E
                 sum_M += 1.0
@@ -210,7 +212,7 @@ def attend(
             s_MN = hidden(s_MN, position_M, T - 1, hi, P, N, SCORES)
             w_MN, peak_M, sum_M, _keep = softmax(s_MN, peak_M, sum_M, factor)
             p_MN = gl.convert_layout(w_MN.to(q.dtype), gl.DotOperandLayout(0, SUMS, 2))
-            acc_MV = gl.zeros([ROWS, D], gl.float32, SUMS)
+            acc_MV = gl.zeros([HALF_ROWS, D], gl.float32, SUMS)
             # keys up to the first query's own are seen by all rows
             partly = gl.maximum(T - (computed + first + 1) // N, 1)
             for t in range(1, partly):
@@ -241,7 +243,7 @@ def store(
 ):  # fmt: skip
     """Rows of queries that there are."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    m, e = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)), gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    m, e = gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WIDE)), gl.arange(0, D, gl.SliceLayout(0, WIDE))
     i_M = first + m // GP
     at_MV = out + (((start + i_M).to(gl.int64) * K + h) * G + m % GP)[:, None] * D + e[None, :]
     gl.store(at_MV, gl.convert_layout(o_MV, WIDE), mask=((i_M < count) & (m % GP < G))[:, None])
@@ -254,11 +256,11 @@ def prefill(
     STAGES: gl.constexpr, SINKS: gl.constexpr, HEAD_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """Sequences of several tokens, in tiles of queries: tile w is of sequence tile_seqs[w]. A program, many tiles."""
-    Q: gl.constexpr = 2 * ROWS // GP
+    Q: gl.constexpr = 2 * HALF_ROWS // GP
     like: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     one: gl.constexpr = mbarrier.MBarrierLayout()
-    q_memory = gl.allocate_shared_memory(like, [2, ROWS, D], layout)
+    q_memory = gl.allocate_shared_memory(like, [2, HALF_ROWS, D], layout)
     k_memory = gl.allocate_shared_memory(like, [STAGES, N, D], layout)
     v_memory = gl.allocate_shared_memory(like, [STAGES, N, D], layout)
     q_full, q_empty = gl.allocate_shared_memory(gl.int64, [1], one), gl.allocate_shared_memory(gl.int64, [1], one)
