@@ -40,6 +40,7 @@ PRODUCTS = {
 MEMORY = 500e6  # bytes of weights in one graph
 PROCESSES = 15
 PROCESSORS = 132
+RESIDENT_BYTES = 8 << 20  # of a weight that are asked for ahead: a part of the cache of the device
 MOST = {1: 4, 16: 16, 64: 64}  # up to how many rows what was measured at so many is used
 LEAST_GAIN = 0.97  # of cuBLAS's time: what is not faster by so much is left to it
 
@@ -57,7 +58,7 @@ def tilings(depth: int, width: int, gate: bool, num_rows: int) -> list[Tiling]:
             continue
         stages = 3 if rows == 64 and gate else 4
         resident = min(programs, 2 * PROCESSORS) * columns * 2 * (1 + gate)
-        ahead = min(depth // splits, few_rows.RESIDENT_BYTES // resident)
+        ahead = min(depth // splits, RESIDENT_BYTES // resident)
         ahead = 1 << max(0, ahead.bit_length() - 1)
         warps = 8 if rows == 64 and columns == 128 else 4
         found.append(Tiling(rows, columns, deep, splits, warps, stages, ahead))

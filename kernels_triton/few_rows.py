@@ -16,8 +16,6 @@ from .sizes import cdiv
 
 Tensor = torch.Tensor
 
-RESIDENT_BYTES = 8 << 20  # of a weight that are asked for ahead: a part of the cache of the device
-
 
 class Tiling(NamedTuple):
     """Rows, columns and depth of a tile, splits of the depth; how a program is compiled.
