@@ -104,8 +104,8 @@ class LLM(Sleeps):
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt, in order.
 
-        A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. All requests are
-        checked before the first runs. What ends by a fault of its own (a wrong grammar), or by a step of another
+        A prompt is a string, a list or array of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. All requests
+        are checked before the first runs. What ends by a fault of its own (a wrong grammar), or by a step of another
         thread's call that fails, has finish_reason "error" and what was made until then.
         """
         prompts = self.tokenizer_pool.tokenized(list_of_prompts(prompts))

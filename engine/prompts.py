@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
+Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 EXAMPLE = "{'role': 'user', 'content': 'Hi'}"
 # known of vLLM's chat; unnamed they would pass for variables of the template
 LATER = ("lora_request", "mm_processor_kwargs", "chat_template_content_format")
@@ -24,12 +24,14 @@ LATER = ("lora_request", "mm_processor_kwargs", "chat_template_content_format")
 MARSHAL_VERSION, MARSHALLED = 2, np.dtype([("tag", "u1"), ("value", "<u4")])
 KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 # a prompt with both keys is its ids; the text is only shown
-FORMS = 'a string, a list of token ids, {"prompt": str}, {"prompt_token_ids": [int, ...]} or {"prompt_embeds": array}'
+FORMS = (
+    'a string, a list or array of ids, {"prompt": str}, {"prompt_token_ids": [int, ...]} or {"prompt_embeds": array}'
+)
 
 
 def list_of_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts {prompts!r}: a prompt is {FORMS}, or give a list of these")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.engine import prompts
-from octavo.engine.prompts import token_ids_of
+from octavo.engine.prompts import list_of_prompts, token_ids_of
 
 VOCAB = 1000
 
@@ -39,8 +39,10 @@ def test_ids_of_other_whole_numbers_become_ints() -> None:
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
 def test_an_array_of_ids_is_a_prompt(dtype: Any) -> None:
-    found = token_ids_of({"prompt_token_ids": np.array([3, 4, 999], dtype)}, None, VOCAB)
-    assert found == [3, 4, 999] and set(map(type, found)) == {int}
+    ids = np.array([3, 4, 999], dtype)
+    for prompt in ({"prompt_token_ids": ids}, *list_of_prompts(ids), *list_of_prompts([ids])):
+        found = token_ids_of(prompt, None, VOCAB)
+        assert found == [3, 4, 999] and set(map(type, found)) == {int}
 
 
 @pytest.mark.parametrize(
