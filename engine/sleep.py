@@ -76,7 +76,8 @@ class Sleeps(EngineSteps):
 
         Requests are served once all is awake. `weights`: other weights, a tree as for LLM(weights=); without it the old
         ones come from the host, or at level 2 from the checkpoint. Where one of the tags is awake nothing happens, but
-        a warning. Raises ValueError for other tags, and where weights that were given as arrays are gone.
+        a warning. Raises ValueError for other tags, for `weights` that nothing is to take, and where weights that were
+        given as arrays are gone.
         """
         wanted = TAGS if tags is None else tuple(sequence("tags", tags))
         if unknown := [tag for tag in wanted if tag not in TAGS]:
@@ -84,7 +85,10 @@ class Sleeps(EngineSteps):
         with self.lock:
             wanted = self.asleep if tags is None else wanted
             if not self.asleep or (awake := [tag for tag in wanted if tag not in self.asleep]):
-                log.warning("wake_up: %s", f"{', '.join(awake)} is awake" if self.asleep else "the engine is awake")
+                who = f"{', '.join(awake)} is awake" if self.asleep else "the engine is awake"
+                if weights is not None:
+                    raise ValueError(f"weights= is given, and {who}: sleep() first")
+                log.warning("wake_up: %s", who)
                 return
             if weights is not None and "weights" not in wanted:
                 raise ValueError(f"weights= is given, and tags {list(wanted)} do not name 'weights'")

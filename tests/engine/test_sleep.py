@@ -135,6 +135,9 @@ def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"weights\['final_norm'\] has shape \(3,\), and the model wants \(32,\)"):
         llm.wake_up(weights=weights | {"final_norm": np.ones(3)})
     llm.wake_up(weights=weights)
+    # nothing would take them
+    with pytest.raises(ValueError, match=r"weights= is given, and the engine is awake: sleep\(\) first"):
+        llm.wake_up(weights=weights)
     assert tokens(llm, PROMPTS[:1]) == want
 
 
