@@ -44,6 +44,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # of a step that is worth a graph. An eager launch of a Triton kernel takes the host up to 90 us, so that even 8,192
 # tokens of a small model wait for it (45 ms against 26); beyond, padding to a recorded size costs more than it saves
 GRAPH_TOKENS = 8192
+# of a decode step that is one graph with its head; with more the device takes longer than the host anyway
+JOINED_SEQS = 64
 
 
 class Void(Tensor):
@@ -154,7 +156,6 @@ class TorchBackend:
     """
 
     name = "torch"
-    joined_seqs = 0
     loads_late = False  # precompile runs
 
     def __init__(
@@ -243,15 +244,10 @@ class TorchBackend:
         weights = next((i for i, name in enumerate(args) if name.endswith("weights")), -1)
         if self.capture is not None:
             program = Program(
-                partial(fn, ops=self.ops),
-                at=at,
-                weights=weights,
-                back=outs.index(consumes) if len(outs) > 1 else None,
-                consume=self.consume,
-                capture=self.capture,
-                device=self.device,
-                most_tokens=GRAPH_TOKENS,
-            )
+                partial(fn, ops=self.ops), at=at, weights=weights,
+                back=outs.index(consumes) if len(outs) > 1 else None, consume=self.consume, capture=self.capture,
+                device=self.device, most_tokens=GRAPH_TOKENS,
+            )  # fmt: skip
             self.programs.append(program)
             return program
         static = {i: StaticInputs(self.device) for i in range(len(args)) if i not in (at, weights)}
@@ -379,6 +375,11 @@ class TorchBackend:
     def num_compiles(self) -> int:
         """Graphs recorded so far."""
         return sum(program.num_captures for program in self.programs)
+
+    @property
+    def joined_seqs(self) -> int:
+        """Sequences of the largest decode step that is one program with its head."""
+        return JOINED_SEQS if self.capture is not None and self.mesh is None else 0
 
     @property
     def binds_addresses(self) -> bool:

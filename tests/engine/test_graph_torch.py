@@ -19,7 +19,7 @@ from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void
 from octavo.engine.batch import Shapes, at_least
 from octavo.engine.graph_torch import GraphPool, Inputs
-from octavo.models.interface import ArraySpec
+from octavo.models.interface import ArraySpec, StepInput
 
 
 def spec(*shape: int, dtype: str | None = None) -> ArraySpec:
@@ -103,6 +103,24 @@ def test_state_that_a_program_makes_anew_stays_where_it_was() -> None:
         assert cache.data_ptr() == address
     assert cache.tolist() == [6, 6, 6]
     assert backend.num_compiles() == 1
+
+
+def test_small_decode_steps_are_joined_with_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = tokens(engine(backend="torch"), PROMPTS[:3])
+    want_random = tokens(engine(backend="torch"), PROMPTS[:3], RANDOM)
+    monkeypatch.setattr(backend_torch, "JOINED_SEQS", 2)
+    graphs_on_a_cpu(monkeypatch)
+    llm = engine(backend="torch")
+    sizes: dict[str, set[int]] = {"forward_and_head": set(), "forward": set()}
+    for name, found in sizes.items():
+        program = getattr(llm.runner, name)
+        monkeypatch.setattr(llm.runner, name, lambda *xs, f=found, p=program: (f.add(xs[2].num_tokens), p(*xs))[1])
+    assert tokens(llm, PROMPTS[:3]) == want
+    assert sizes["forward_and_head"] <= {1, 2} and sizes["forward"] == {4}
+    # a head of another kind is a program of its own
+    sizes["forward_and_head"].clear()
+    assert tokens(llm, PROMPTS[:3], RANDOM) == want_random
+    assert not sizes["forward_and_head"]
 
 
 def test_what_waits_for_the_device_is_not_recorded() -> None:
@@ -198,7 +216,8 @@ def test_a_large_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_on_a_cpu(monkeypatch)
     llm = engine(backend="torch", max_num_batched_tokens=64)
     tokens(llm, [PROMPTS[3]], replace(GREEDY, max_tokens=2))
-    shapes = {key[0][1][3] for program in llm.backend.programs for key in program.graphs if len(key) == 1}
+    keys = [key for program in llm.backend.programs for key in program.graphs]
+    shapes = {key[0][1][3] for key in keys if key[0][0] is StepInput}
     assert shapes
     assert max(n for n in shapes if isinstance(n, int)) <= 8
 
