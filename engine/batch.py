@@ -193,10 +193,11 @@ def step_input(
     block_size: int,
     embeds: Mapping[str, PromptEmbeds] = NO_EMBEDS,
     prefixes: PrefixFinder | None = None,
+    taps: tuple[str, ...] = (),
 ) -> StepInput:
     """The ragged step. `tables` are the host's block tables, [max_num_seqs + 1, B] a cache group.
 
-    `prefixes` finds those that sequences share.
+    `prefixes` finds those that sequences share. `taps` are kept beside those of the plan.
     `embeds` has the embeddings that requests brought, by id; they come along where a chunk needs some.
 
     Fresh arrays each time: JAX on a CPU may alias them until the step has run.
@@ -222,7 +223,7 @@ def step_input(
     np.cumsum(padded(counts, seqs, 0), out=starts[1:])
     extra = {NAME: _given_rows(plan, starts, tokens, embeds)} if given else {}
     tables = tuple(t[rows, :width] for t in tables)
-    return StepInput(rows, starts, tables, tokens, decode, extra, plan.taps, shared)
+    return StepInput(rows, starts, tables, tokens, decode, extra, plan.taps + taps, shared)
 
 
 def with_extra(inputs: StepInput, model: ModelSpec) -> list[StepInput]:

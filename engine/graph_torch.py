@@ -4,7 +4,7 @@ The first call of a shape runs op by op, for real, and is recorded after that: a
 never advanced twice. A warm-up wants no results: there only the first call of a kind is run. A graph is bound to the
 addresses of the state and of the weights that it was recorded with; with others (after Runner.reset, after a sleep) it
 is recorded anew. What a replay returns is copied out of the graph's own memory, which the next replay of any graph may
-overwrite: the graphs share one pool.
+overwrite: the graphs share one pool. Of a call with the very same values as the last one nothing is copied again.
 """
 
 from __future__ import annotations
@@ -12,30 +12,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 
+from ..models.interface import CacheState, Sampling, StepInput
 from .collector import Paused
 
 log = logging.getLogger("octavo")
 
 Tensor = torch.Tensor
+# tuples: a union would be made anew at each of the hundreds of calls a step
+ARRAYS, SEQUENCES = (Tensor, np.ndarray), (list, tuple)
 ALIGNMENT = 64  # bytes, of an input in the buffer of all
 STAGES = 4  # host buffers of a shape: the host may be so many launches ahead of the device
 
 
 def describe(tree: Any, arrays: list[Any]) -> Any:
     """A hashable description of a tree: its structure, static values, shapes and dtypes. Appends its arrays."""
-    if isinstance(tree, np.ndarray | Tensor):
+    if isinstance(tree, ARRAYS):
         arrays.append(tree)
         return tree.shape, tree.dtype, isinstance(tree, Tensor)
     if isinstance(tree, dict):
         return tuple((name, describe(x, arrays)) for name, x in tree.items())
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, SEQUENCES):
         return tuple(describe(x, arrays) for x in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree), tuple(describe(x, arrays) for x in vars(tree).values())
@@ -53,11 +57,13 @@ def kind_of(description: Any) -> Any:
 
 def rebuild(tree: Any, arrays: Any) -> Any:
     """The tree with other arrays, taken from an iterator in the order of `describe`."""
-    if isinstance(tree, np.ndarray | Tensor):
+    if tree is None:
+        return None
+    if isinstance(tree, ARRAYS):
         return next(arrays)
     if isinstance(tree, dict):
         return {name: rebuild(x, arrays) for name, x in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, SEQUENCES):
         return type(tree)(rebuild(x, arrays) for x in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree)(**{name: rebuild(x, arrays) for name, x in vars(tree).items()})
@@ -66,11 +72,11 @@ def rebuild(tree: Any, arrays: Any) -> Any:
 
 def arrays_of(tree: Any) -> list[Any]:
     """The arrays of a tree, in the order of `describe`. Every step asks: a state has hundreds."""
-    if isinstance(tree, np.ndarray | Tensor):
+    if isinstance(tree, ARRAYS):
         return [tree]
     if isinstance(tree, dict):
         parts = tree.values()
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, SEQUENCES):
         parts = tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         parts = vars(tree).values()
@@ -85,6 +91,26 @@ def arrays_of(tree: Any) -> list[Any]:
 def detached(tree: Any) -> Any:
     """The tree with other tensors over the same memory."""
     return rebuild(tree, (x.detach() for x in arrays_of(tree)))
+
+
+def places_of(state: Any) -> tuple[int, ...]:
+    """Where the arrays of a state lie."""
+    return tuple([x.data_ptr() for x in arrays_of(state)])
+
+
+class Consumed(CacheState):
+    """What is left of a CacheState that was handed on: touching it raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("this cache was consumed by a later step")
+
+
+def handed_on(cache: CacheState) -> CacheState:
+    """The same arrays as a new value; the old one is void. Its hundreds of arrays are not looked at."""
+    new = CacheState(cache.groups, cache.rows)
+    vars(cache).clear()
+    object.__setattr__(cache, "__class__", Consumed)  # it is frozen
+    return new
 
 
 class Inputs:
@@ -160,9 +186,22 @@ class Graph:
     """A recording: what replays it, what it leaves where, and what it is bound to."""
 
     replay: Callable[[], None]
-    results: Any
+    results: list[tuple[Any, list[Tensor]]]  # but for the state, each with its arrays
     addresses: tuple[int, ...]
     weights: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """Arguments that are in their places: those of the last call."""
+
+    own: list[Any]
+    key: Any
+    trees: list[Any]
+
+    def holds(self, own: list[Any]) -> bool:
+        """Whether these are the very same, and such as nobody writes to."""
+        return all(x is y and isinstance(x, (StepInput, Sampling)) for x, y in zip(own, self.own, strict=True))
 
 
 class Program:
@@ -184,7 +223,10 @@ class Program:
         self.capture, self.device, self.most_tokens = capture, device, most_tokens
         self.inputs: dict[Any, Inputs] = {}  # by the shapes of all arrays
         self.trees: dict[Any, tuple[Inputs, list[Any]]] = {}  # by all that makes a graph another one
+        self.filled: Filled | None = None
         self.graphs: dict[Any, Graph] = {}
+        # a CacheState that this program has handed on, and where its arrays lie
+        self.left: tuple[weakref.ref[CacheState], tuple[int, ...]] | None = None
         self.waits: set[Any] = set()  # what cannot be recorded
         self.free: set[Any] = set()  # kinds of what can be
         self.num_captures = 0
@@ -192,7 +234,14 @@ class Program:
     @torch.inference_mode()
     def __call__(self, *xs: Any) -> Any:
         """Replays the graph of these shapes, or runs op by op and records it."""
-        return self._call(xs, self.consume(xs[self.at]), True)
+        state = xs[self.at]
+        if not isinstance(state, CacheState):
+            state = self.consume(state)
+            return self._call(xs, state, places_of(state), True)
+        addresses = self.left[1] if self.left and self.left[0]() is state else places_of(state)
+        state = handed_on(state)
+        self.left = weakref.ref(state), addresses
+        return self._call(xs, state, addresses, True)
 
     @torch.inference_mode()
     def prepare(self, *xs: Any) -> None:
@@ -200,7 +249,8 @@ class Program:
 
         Runs them first if nothing of their kind has been run: whether the host waits is not a matter of sizes.
         """
-        self._call(xs, detached(xs[self.at]), False)
+        state = detached(xs[self.at])
+        self._call(xs, state, places_of(state), False)
 
     @torch.inference_mode()
     def rehearse(self, *xs: Any) -> None:
@@ -216,56 +266,70 @@ class Program:
 
     def forget(self) -> None:
         """Drops all recordings and the places of their inputs. Nothing may be running."""
+        self.filled = self.left = None
         for kept in (self.graphs, self.trees, self.inputs):
             kept.clear()
 
-    def is_captured(self, xs: tuple[Any, ...]) -> bool:
+    def is_captured(self, xs: Sequence[Any]) -> bool:
         """Whether a step is worth a graph: one of many tokens takes the device longer than the host."""
         return max((getattr(x, "num_tokens", 0) for x in xs), default=0) <= self.most_tokens
 
-    def _call(self, xs: tuple[Any, ...], state: Any, wanted: bool) -> Any:
-        """The results; None if they are not `wanted` and there was no need to run."""
-        own = [i for i in range(len(xs)) if i not in (self.at, self.weights)]
+    def _fill(self, own: list[Any]) -> tuple[Any, list[Any]]:
+        """Puts arguments in their places. Returns what makes a graph another one, and the arguments as they lie."""
+        if self.filled and self.filled.holds(own):
+            return self.filled.key, self.filled.trees
         arrays: list[Any] = []
-        key = describe([xs[i] for i in own], arrays)
+        key, self.filled = describe(own, arrays), None
         if key not in self.trees:
             shapes = tuple((x.shape, x.dtype) for x in arrays)
             if shapes not in self.inputs:
                 self.inputs[shapes] = Inputs(arrays, self.device)
-            places = self.inputs[shapes].places
-            self.trees[key] = self.inputs[shapes], rebuild([xs[i] for i in own], iter(places))
+            self.trees[key] = self.inputs[shapes], rebuild(own, iter(self.inputs[shapes].places))
         inputs, trees = self.trees[key]
         inputs.fill(arrays)
-        args = list(xs)
-        for i, tree in zip(own, trees, strict=True):
-            args[i] = tree
-        args[self.at] = state
-        if not self.is_captured(xs) or key in self.waits:
-            return self._settled(self.fn(*args), state)
-        weights = args[self.weights] if self.weights >= 0 else None
-        addresses = tuple(x.data_ptr() for x in arrays_of(state))
-        graph = self.graphs.get(key)
+        # what lies on the device is written there by others
+        if not any(isinstance(x, Tensor) for x in arrays):
+            self.filled = Filled(own, key, trees)
+        return key, trees
+
+    def _call(self, xs: tuple[Any, ...], state: Any, addresses: tuple[int, ...], wanted: bool) -> Any:
+        """The results; None if they are not `wanted` and there was no need to run."""
+        own = [i for i in range(len(xs)) if i not in (self.at, self.weights)]
+        key, trees = self._fill([xs[i] for i in own])
+        weights, graph = xs[self.weights] if self.weights >= 0 else None, self.graphs.get(key)
         if graph is None or graph.addresses != addresses or graph.weights is not weights:
-            results = None
-            if wanted or kind_of(key) not in self.free:
-                results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
-                if not free:
-                    log.info("a program waits for the device, so it always runs op by op: %s", key)
-                    self.waits.add(key)
-                    return results
-                self.free.add(kind_of(key))
-            # a value of its own, which nobody consumes
-            args[self.at] = same = detached(state)
-            replay, left = self.capture(lambda: self._settled(self.fn(*args), same))
-            self.graphs[key] = Graph(replay, left, addresses, weights)
-            self.num_captures += 1
-            return results
+            args = list(xs)
+            for i, tree in zip(own, trees, strict=True):
+                args[i] = tree
+            args[self.at] = state
+            if key in self.waits or not self.is_captured(args):
+                return self._settled(self.fn(*args), state)
+            return self._record(key, args, addresses, wanted)
         graph.replay()
         if self.back is None:
             return state
-        out = [rebuild(x, (y.clone() for y in arrays_of(x))) for i, x in enumerate(graph.results) if i != self.back]
+        out = [rebuild(x, iter([y.clone() for y in arrays])) for x, arrays in graph.results]
         out.insert(self.back, state)
         return tuple(out)
+
+    def _record(self, key: Any, args: list[Any], addresses: tuple[int, ...], wanted: bool) -> Any:
+        """The results of a first call, and a graph for the next ones."""
+        state, results = args[self.at], None
+        if wanted or kind_of(key) not in self.free:
+            results, free = self.capture.try_out(lambda: self._settled(self.fn(*args), state))
+            if not free:
+                log.info("a program waits for the device, so it always runs op by op: %s", key)
+                self.waits.add(key)
+                return results
+            self.free.add(kind_of(key))
+        # a value of its own, which nobody consumes
+        args[self.at] = same = detached(state)
+        replay, left = self.capture(lambda: self._settled(self.fn(*args), same))
+        others = [] if self.back is None else [(x, arrays_of(x)) for i, x in enumerate(left) if i != self.back]
+        weights = args[self.weights] if self.weights >= 0 else None
+        self.graphs[key] = Graph(replay, others, addresses, weights)
+        self.num_captures += 1
+        return results
 
     def _settled(self, results: Any, state: Any) -> Any:
         """The results, with the state where it was: what a program made anew is copied into its place."""

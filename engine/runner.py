@@ -31,12 +31,13 @@ from .batch import Shapes, edit_values, move_input, row_values, sampling_input, 
 from .collector import Paused
 from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
-from .plan import Admission, Plan, TableWrite, Transfer
+from .plan import Admission, Plan, Transfer
 from .prompt_embeds import PromptEmbeds
 from .read_head import ReadHead, ReadResult, Reads
 from .recipe import Recipe
 from .routed_experts import RoutingStack, expert_taps
 from .shared_prefixes import PrefixFinder
+from .steady import Steady
 from .warm_up import JOINED, Call, every_program, first_runs, rehearsal
 
 if TYPE_CHECKING:
@@ -155,12 +156,12 @@ class Runner:
         mixture: Mixture | None = None,  # the experts of which it knows where tokens went
     ):
         self.backend, self.model, self.shapes, self.digest = backend, model, shapes, digest
-        self.logprobs_mode = logprobs_mode
+        self.logprobs_mode, self.is_rehearsed = logprobs_mode, False
         self.masks = masks  # whether warm_up expects grammar masks
         self.block_size, self.scratch = layout.block_size, max_num_seqs
         windows = [group.window for group in model.groups]
-        self.is_rehearsed = False
         self.prefixes = PrefixFinder(windows, layout.block_size) if shapes.shared else None
+        self.steady = Steady(layout.block_size)
         self.specs = self.own(cache_specs(model, layout, num_blocks, max_num_seqs, max_model_len))
         # of its weights and of itself; who builds it says so
         self.source: WeightsSource | None = None
@@ -246,6 +247,7 @@ class Runner:
         vars(self).pop("cache", None)
         self.cache = empty_cache(self.specs, self.backend)
         self.tables = [np.zeros((self.scratch + 1, self.shapes.widths[-1]), np.int32) for _ in self.model.groups]
+        self.steady.forget()
         if self.prefixes:
             self.prefixes.forget()
 
@@ -320,8 +322,8 @@ class Runner:
     def _inputs(self, plan: Plan) -> StepInput:
         """Prepares, and returns the step."""
         self.prepare(plan)
-        inputs = step_input(plan, self.tables, self.shapes, self.block_size, self.embeds, self.prefixes)
-        return replace(inputs, taps=inputs.taps + self.taps) if self.taps else inputs
+        how = self.tables, self.shapes, self.block_size, self.embeds, self.prefixes, self.taps
+        return self.steady.step_input(plan, partial(step_input, plan, *how))
 
     def _run_forward(self, inputs: StepInput) -> Hidden:
         return self._kept(*self._run_layers(inputs))
@@ -350,7 +352,8 @@ class Runner:
         if self.prefixes:
             self.prefixes.note(plan.admitted, plan.table_writes)
         self._admit(plan.admitted)
-        self._write_tables(plan.table_writes)
+        for w in plan.table_writes:
+            self.tables[w.group][w.row, w.index : w.index + len(w.blocks)] = w.blocks
         self._move(plan.transfers)
 
     def _is_joined(self, plan: Plan, inputs: StepInput) -> bool:
@@ -360,7 +363,7 @@ class Runner:
         return plain and size and not inputs.taps and not any(inputs.shared) and len(plan.sampled) == len(plan.chunks)
 
     def _launch_joined(self, plan: Plan, inputs: StepInput) -> Pending:
-        sampling = self.sampling_all(inputs, plan.variant)
+        sampling = self.steady.sampling(plan, True, partial(self.sampling_all, inputs, plan.variant))
         output, self.cache = self.forward_and_head(self.weights, self.cache, inputs, sampling)
         return Pending(plan, self._fetched(output), self.backend)
 
@@ -379,7 +382,8 @@ class Runner:
         return Pending(plan, output, self.backend, reads, hidden.routed)
 
     def _sample(self, plan: Plan, hidden: Array, mask: np.ndarray | None) -> Output:
-        sampling = sampling_input(plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
+        make = partial(sampling_input, plan, self.shapes, self.scratch, self.digest, mask, self.logprobs_mode)
+        sampling = make() if mask is not None or plan.token_ids else self.steady.sampling(plan, False, make)
         output, rows = self.head_of(plan.variant)(self.last_weights, self.cache.rows, hidden, sampling)
         self.cache = step.with_rows(self.cache, rows)
         return self._fetched(output)
@@ -406,10 +410,6 @@ class Runner:
         if edited := [a for a in admitted if a.edits]:
             at, values = edit_values(edited, self.shapes, self.scratch, self.model.vocab_size)
             self.cache = step.with_rows(self.cache, self.set_rows(self.cache.rows, at, values))
-
-    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        for w in writes:
-            self.tables[w.group][w.row, w.index : w.index + len(w.blocks)] = w.blocks
 
     def _move(self, transfers: Sequence[Transfer]) -> None:
         if transfers:

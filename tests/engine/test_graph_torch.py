@@ -19,7 +19,7 @@ from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend, Void
 from octavo.engine.batch import Shapes, at_least
 from octavo.engine.graph_torch import GraphPool, Inputs
-from octavo.models.interface import ArraySpec, StepInput
+from octavo.models.interface import ArraySpec, CacheState, StepInput
 
 
 def spec(*shape: int, dtype: str | None = None) -> ArraySpec:
@@ -102,6 +102,63 @@ def test_state_that_a_program_makes_anew_stays_where_it_was() -> None:
         cache = run(cache, np.full(3, i, np.float32))
         assert cache.data_ptr() == address
     assert cache.tolist() == [6, 6, 6]
+    assert backend.num_compiles() == 1
+
+
+def sums() -> tuple[Any, TorchBackend]:
+    """A program on graphs that adds a step's rows to a cache, and such a backend."""
+    backend = TorchBackend()
+    backend.capture = Recorder()
+
+    def program(cache: Any, inputs: Any, *, ops: Any) -> tuple:
+        cache.rows["tokens"].add_(inputs.rows_S)
+        return inputs.rows_S + 0, cache
+
+    return backend.compile(program, ("cache", "inputs"), ("y", "cache"), "cache"), backend
+
+
+def step_of(*rows: int, extra: dict[str, Any] | None = None) -> StepInput:
+    return StepInput(np.array(rows, np.int32), np.zeros(1, np.int32), (), len(rows), True, extra or {})
+
+
+def test_the_very_same_step_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, backend = sums()
+    fills: list[int] = []
+    monkeypatch.setattr(Inputs, "fill", lambda self, arrays, fill=Inputs.fill: (fills.append(1), fill(self, arrays)))
+    cache, one, two, seen = (
+        CacheState((), {"tokens": backend.zeros(spec(2, dtype="int32"))}),
+        step_of(1, 2),
+        step_of(5, 6),
+        [],
+    )
+    for step in (one, one, one, two, one, one, step_of(1, 2)):
+        out, cache = run(cache, step)
+        seen.append(out.tolist())
+    assert seen == [[1, 2]] * 3 + [[5, 6]] + [[1, 2]] * 3
+    assert cache.rows["tokens"].tolist() == [11, 18]
+    assert len(fills) == 4
+
+
+def test_what_lies_on_the_device_is_copied_each_time() -> None:
+    run, backend = sums()
+    cache, more = CacheState((), {"tokens": backend.zeros(spec(2, dtype="int32"))}), torch.zeros(2)
+    step = step_of(1, 2, extra={"more": more})
+    for i in range(4):
+        more.fill_(i)
+        _, cache = run(cache, step)
+        (inputs,) = backend.programs[0].inputs.values()
+        assert inputs.places[-1].tolist() == [i, i]
+
+
+def test_a_cache_that_was_handed_on_raises() -> None:
+    run, backend = sums()
+    old = CacheState((), {"tokens": backend.zeros(spec(2, dtype="int32"))})
+    for _ in range(3):
+        _, new = run(old, step_of(1, 2))
+        for touch in (lambda x: x.rows, lambda x: x.groups, lambda x: replace(x, rows={})):
+            with pytest.raises(RuntimeError, match="consumed by a later step"):
+                touch(old)
+        old = new
     assert backend.num_compiles() == 1
 
 
