@@ -87,8 +87,8 @@ def test_one_layer_of_each_kind_launches_what_all_do(make: Any, kinds: int, monk
     assert {name for name, _ in rehearsed} >= {"einsum", "attend_new"}
     assert {*rehearsed} == {*launched}
     num_writes = [sum(name == "attend_new" for name, _ in seen) for seen in (rehearsed, launched)]
-    # all are recorded, and one decode and one mixed step are run before
-    assert (num_writes[0] + 2 * kinds) * len(model.attention) == num_writes[1] * kinds
+    # all are recorded, and one decode step, alone and joined in two ways, and one mixed step are run before
+    assert (num_writes[0] + 4 * kinds) * len(model.attention) == num_writes[1] * kinds
     llm.backend.ops = plain
     llm.runner.use(llm.runner.model, llm.runner.layout)
     assert tokens(llm, PROMPTS[:2], GREEDY) == want
@@ -171,7 +171,7 @@ def test_a_stage_rehearses_what_it_prepares(monkeypatch: pytest.MonkeyPatch) -> 
     layers, runner = range(1, 3), llm.runner
     stage = Stage(
         llm.backend, stage_of(model, layers), llm.layout, stage_tree(model, layers, runner.weights),
-        num_blocks=(10,), max_num_seqs=4, max_model_len=64, shapes=runner.shapes,
+        num_blocks=(10,), max_num_seqs=4, max_model_len=64, shapes=replace(runner.shapes, joined=()),
     )  # fmt: skip
     seen: list[Any] = []
     for calls, run in ((rehearsal(stage), "rehearse"), (stage.every_call(), "prepare")):
