@@ -17,7 +17,18 @@ from jax.experimental.pallas import triton as plt
 
 from .ragged import Prefixes, split_count
 from .reference import HIDDEN
-from .triton_tiles import Keys, Sizes, attend_tile, load, mask_of, power_of_two, prefill_sizes, put_row, start
+from .triton_tiles import (
+    Keys,
+    Sizes,
+    attend_tile,
+    load,
+    mask_of,
+    over_last,
+    power_of_two,
+    prefill_sizes,
+    put_row,
+    start,
+)
 
 FILL = 256  # programs that keep the device busy
 
@@ -87,9 +98,9 @@ def attend(
     )(q_TKGD, k, v, table_SB, *prefixes[:3])
 
 
-def join_kernel(*refs: Any, v_dim: int, placed: bool) -> None:
+def join_kernel(own: Any, once: Any, shared: Any, token_ref: Any, others: Any, out_ref: Any, *, v_dim: int) -> None:
     """One row, kv head and query head: its own parts and, where it shares keys, those of the shared ones."""
-    own, once, (seq_ref, prefix_ref), where, out_ref = refs[:3], refs[3:6], refs[6:8], refs[8:-1], refs[-1]
+    seq_ref, prefix_ref = shared
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dv_D = jnp.arange(power_of_two(v_dim))
 
@@ -112,23 +123,24 @@ def join_kernel(*refs: Any, v_dim: int, placed: bool) -> None:
             out_D = out_D + jnp.sum(out_ZD * weight_Z[:, None], axis=0)
         return out_D / jnp.where(total > 0, total, 1.0)
 
-    put_row(out_ref, where[0], where[1:3] if placed else None, joined, v_dim)
+    put_row(out_ref, token_ref, others, joined, v_dim)
 
 
 def join(
-    own: list[jax.Array], once: list[jax.Array], seq_I: jax.Array, length_I: jax.Array, where: list[jax.Array],
+    own: list[jax.Array], once: list[jax.Array], shared: tuple[jax.Array, jax.Array], token_I: jax.Array, others: Any,
     out: jax.ShapeDtypeStruct, *, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """The rows' own parts and, where they share keys, their sequences' parts of those, made one; `out` at their tokens.
 
-    `where` are the rows' tokens or, with those, what else put_row takes and the outputs among which these are put.
+    `shared`: the rows' sequences, and how many keys they share. `others`: as put_row takes them, to put these among.
     """
-    (num_rows, num_heads, _, groups), arguments = own[1].shape, [*own, *once, seq_I, length_I, *where]
+    arguments = (own, once, shared, token_I, others)
+    num_rows, num_heads, _, groups = own[1].shape
     return pl.pallas_call(
-        functools.partial(join_kernel, v_dim=out.shape[-1], placed=len(where) > 1),
+        functools.partial(join_kernel, v_dim=out.shape[-1]),
         grid=(num_rows, num_heads, groups),
         out_shape=out,
-        input_output_aliases={len(arguments) - 1: 0} if len(where) > 1 else {},
+        input_output_aliases={} if others is None else over_last(arguments),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="shared_prefix_join",

@@ -28,6 +28,7 @@ from .triton_tiles import (
     decode_sizes,
     load,
     mask_of,
+    over_last,
     power_of_two,
     prefill_sizes,
     put_row,
@@ -76,25 +77,26 @@ def prepare(plan: Plan, spec: Any, itemsize: int) -> None:
         plan.tiles(prefill_sizes(spec, itemsize).rows // spec.group_size)
 
 
-def decode_kernel(
-    *refs: Any, spec: Any, order: str, sizes: Sizes, parts: int, sinks: bool, shared: bool, joined: bool, few: bool,
-    placed: bool,
-) -> None:  # fmt: skip
-    """One row, one kv head, one part of the keys: an output, or a partial one with its maximum and sum to be joined.
+class Inputs(NamedTuple):
+    """What decode_kernel reads: arrays, or references to them; None where a step has no such thing."""
 
-    `shared`: what a row shares with others comes from shared_prefix.py, and is left out here. `few`: which row and part
-    a program has is in a Work. `placed`: outputs are put at their tokens among others'.
-    """
-    q_ref, k_ref, v_ref, table_ref, seq_ref, token_ref, length_ref = refs[:7]
-    refs = refs[7:]
-    prefix_ref, refs = (refs[0], refs[1:]) if shared else (None, refs)
-    work, refs = (refs[:3], refs[3:]) if few else (None, refs)
-    sinks_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
-    end_ref, outs = (refs[0], refs[2:]) if placed else (None, refs)
+    q_TKGD: Any
+    k: Any
+    v: Any
+    table_SB: Any
+    rows: Rows
+    prefix_I: Any  # keys that a row shares with others: shared_prefix.py attends to those
+    work: Any  # which row and part each program has, and each row's share: the first three of a Work
+    sinks_KG: Any
+    placed: Any  # (tokens that are real, outputs of others among which these are put)
+
+
+def decode_kernel(read: Inputs, *outs: Any, spec: Any, order: str, sizes: Sizes, parts: int) -> None:
+    """One row, one kv head, one part of the keys: an output, or a partial one with its maximum and sum to be joined."""
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if work is not None:
-        row, part = work[0][row], work[1][row]
-    length, n = length_ref[row], sizes.keys
+    if read.work is not None:
+        row, part = read.work[0][row], read.work[1][row]
+    length = read.rows.length_I[row]
     group_M, (d_D, dv_D) = jnp.arange(sizes.rows), (jnp.arange(power_of_two(d)) for d in (spec.k_dim, spec.v_dim))
     grouped_M = group_M < spec.group_size
 
@@ -103,39 +105,17 @@ def decode_kernel(
         plt.store(ref, out_MD.astype(outs[0].dtype), mask=mask_of(grouped_M, dv_D, spec.v_dim, sizes.rows))
 
     def attend_row() -> None:
-        token = token_ref[row]
-        keys = Keys(k_ref, v_ref, table_ref, order, seq_ref[row], head)
-        oldest = jnp.maximum(length - spec.window, 0) if spec.window else jnp.int32(0)
-        # parts begin at whole tiles, so that only the first and the last tile of a row need masks
-        base = oldest // n * n
-        if prefix_ref is not None:
-            base = oldest = prefix_ref[row]
-        share = pl.cdiv(pl.cdiv(length - base, parts), n) * n if work is None else work[2][row]
-        # what is alone begins without knowing how long it is
-        low = base if parts == 1 else base + part * share
-        real_M = grouped_M if work is None else grouped_M & (low < length)
-        q_MD = load(q_ref.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
+        token = read.rows.token_I[row]
+        keys = Keys(read.k, read.v, read.table_SB, order, read.rows.seq_I[row], head)
+        low, share, oldest = share_of(read, row, part, length, spec.window, sizes.keys, parts)
+        real_M = grouped_M if read.work is None else grouped_M & (low < length)
+        q_MD = load(read.q_TKGD.at[token, head, group_M[:, None], d_D[None, :]], real_M, d_D, spec.k_dim, sizes.rows)
         high = jnp.minimum(low + share, length)
-
-        def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-            key_N = low + j * n + jnp.arange(n)
-            seen_N = (key_N < high) & (key_N >= oldest)
-            seen = (seen_N, jnp.broadcast_to(seen_N[None, :], (sizes.rows, n))) if masked else None
-            return attend_tile(carry, q_MD, keys, spec, key_N, seen)
-
-        sink_M = None
-        if sinks_ref is not None:
-            sink_M = plt.load(sinks_ref.at[head, group_M], mask=real_M, other=0.0)
-            # the sink counts once: in the first part
-            sink_M = jnp.where(part == 0, sink_M.astype(jnp.float32), HIDDEN)
-        carry = start(sizes.rows, spec.v_dim, sink_M)
-        if sinks_ref is not None:
-            carry = carry[0], jnp.where(part == 0, carry[1], 0.0), carry[2]
-        whole = 0 if spec.window else jnp.maximum(high - low, 0) // n
-        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-        tiles = pl.cdiv(jnp.maximum(high - low, 0), n)
-        top_M, sum_M, out_MD = lax.fori_loop(whole, tiles, functools.partial(step, masked=True), carry)
-        if not joined:
+        sinks = read.sinks_KG
+        sink_M = None if sinks is None else plt.load(sinks.at[head, group_M], mask=real_M, other=0.0)
+        carry = start_part(part, sizes.rows, spec.v_dim, sink_M)
+        top_M, sum_M, out_MD = attend_keys(carry, q_MD, keys, spec, low, high, oldest, sizes.keys)
+        if len(outs) == 1:
             put(token, out_MD / jnp.where(sum_M > 0, sum_M, 1.0)[:, None])
             return
         mask_MD = mask_of(real_M, dv_D, spec.v_dim, sizes.rows)
@@ -143,18 +123,59 @@ def decode_kernel(
         plt.store(outs[1].at[row, head, part, group_M], top_M, mask=real_M)
         plt.store(outs[2].at[row, head, part, group_M], sum_M, mask=real_M)
 
-    if end_ref is None:
+    if read.placed is None:
         attend_row()
         return
     zeros_MD = jnp.zeros((sizes.rows, dv_D.shape[0]), jnp.float32)
-    clear_padding(end_ref, outs[0].shape[0], row, pl.num_programs(0), lambda token: put(token, zeros_MD))
+    clear_padding(read.placed[0], outs[0].shape[0], row, pl.num_programs(0), lambda token: put(token, zeros_MD))
     pl.when(length > 0)(attend_row)
 
 
-def merge_kernel(*refs: Any, v_dim: int, few: bool, placed: bool) -> None:
-    """The parts of one row, kv head and query head made one, by their maxima and sums."""
-    (part_ref, top_ref, sum_ref), refs, out_ref = refs[:3], refs[3:-1], refs[-1]
-    used_ref, refs = (refs[0], refs[1:]) if few else (None, refs)
+def share_of(
+    read: Inputs, row: jax.Array, part: jax.Array, length: jax.Array, window: int | None, n: int, parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(first key of a part, how many keys a part of that row has, the first key that the row sees)."""
+    oldest = jnp.maximum(length - window, 0) if window else jnp.int32(0)
+    # parts begin at whole tiles, so that only the first and the last tile of a row need masks
+    base = oldest // n * n
+    if read.prefix_I is not None:
+        base = oldest = read.prefix_I[row]
+    share = pl.cdiv(pl.cdiv(length - base, parts), n) * n if read.work is None else read.work[2][row]
+    # what is alone begins without knowing how long it is
+    return base if parts == 1 else base + part * share, share, oldest
+
+
+def start_part(part: jax.Array, rows: int, v_dim: int, sink_M: jax.Array | None) -> tuple:
+    """Maximum, sum and output before the first key of a part; a sink counts once, in the first part."""
+    if sink_M is None:
+        return start(rows, v_dim, None)
+    top_M, sum_M, out_MD = start(rows, v_dim, jnp.where(part == 0, sink_M.astype(jnp.float32), HIDDEN))
+    return top_M, jnp.where(part == 0, sum_M, 0.0), out_MD
+
+
+def attend_keys(
+    carry: tuple, q_MD: jax.Array, keys: Keys, spec: Any, low: jax.Array, high: jax.Array, oldest: jax.Array, n: int
+) -> tuple:
+    """Folds in the keys from `low` to `high`, in tiles of n; of those, the ones before `oldest` are not seen."""
+
+    def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
+        key_N = low + j * n + jnp.arange(n)
+        if not masked:
+            return attend_tile(carry, q_MD, keys, spec, key_N, None)
+        seen_N = (key_N < high) & (key_N >= oldest)
+        seen_MN = jnp.broadcast_to(seen_N[None, :], (q_MD.shape[0], n))
+        return attend_tile(carry, q_MD, keys, spec, key_N, (seen_N, seen_MN))
+
+    count = jnp.maximum(high - low, 0)
+    whole = 0 if spec.window else count // n
+    carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(whole, pl.cdiv(count, n), functools.partial(step, masked=True), carry)
+
+
+def merge_kernel(partial: Any, used_ref: Any, token_ref: Any, others: Any, out_ref: Any, *, v_dim: int) -> None:
+    """The parts of one row, kv head and query head made one, by their maxima and sums. `used_ref`: how many of a row's
+    parts there are, None if all; `others`: as put_row takes them."""
+    part_ref, top_ref, sum_ref = partial
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     part_C, dv_D = jnp.arange(top_ref.shape[2]), jnp.arange(power_of_two(v_dim))
 
@@ -170,7 +191,7 @@ def merge_kernel(*refs: Any, v_dim: int, few: bool, placed: bool) -> None:
         out_CD = load(at, used_C, dv_D, v_dim, part_C.shape[0])
         return jnp.sum(out_CD * weight_C[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
 
-    put_row(out_ref, refs[0], refs[1:3] if placed else None, merged, v_dim)
+    put_row(out_ref, token_ref, others, merged, v_dim)
 
 
 class Work(NamedTuple):
@@ -219,58 +240,63 @@ def decode(
 
     Without `several` every token is a row's. With it, which is consumed, padding is zeros.
     """
-    num_rows, (num_heads, groups) = rows.seq_I.shape[0], q_TKGD.shape[1:3]
+    num_rows, num_heads = rows.seq_I.shape[0], q_TKGD.shape[1]
     sizes = decode_sizes(spec, k.dtype.itemsize)
     # a step of few rows may have one alone, whose keys are to keep the whole device busy
-    few, work = parts is None and prefixes is None and num_rows <= FEW, None
+    few = parts is None and prefixes is None and num_rows <= FEW
     parts = parts or split_count(1 if few else num_rows, num_heads)
-    few = few and parts > 1
-    if few:
-        work = work_of(rows.length_I, spec.window, num_heads, sizes.keys, parts)
-    final = jax.ShapeDtypeStruct((*q_TKGD.shape[:3], spec.v_dim), q_TKGD.dtype)
-    out: Any = final
+    work = work_of(rows.length_I, spec.window, num_heads, sizes.keys, parts) if few and parts > 1 else None
     joined = parts > 1 or prefixes is not None
+    read = Inputs(
+        q_TKGD, k, v, table_SB, rows, None if prefixes is None else prefixes.length_I,
+        None if work is None else work[:3], sinks_KG,
+        None if joined or several is None else (several.end_1, several.out_TKGD),
+    )  # fmt: skip
+    out = launch_decode(read, joined, spec=spec, order=order, sizes=sizes, parts=parts, interpret=interpret)
+    if not joined:
+        return out
+    final = jax.ShapeDtypeStruct((*q_TKGD.shape[:3], spec.v_dim), q_TKGD.dtype)
+    others = None if several is None else (rows.length_I, several.end_1, several.out_TKGD)
+    if prefixes is not None:
+        once = shared_prefix.attend(q_TKGD, k, v, table_SB, prefixes, order=order, spec=spec, interpret=interpret)
+        shared = rows.seq_I, prefixes.length_I
+        return shared_prefix.join(out, once, shared, rows.token_I, others, final, interpret=interpret)
+    return merge(out, None if work is None else work.used_I, rows.token_I, others, final, interpret=interpret)
+
+
+def launch_decode(
+    read: Inputs, joined: bool, *, spec: Any, order: str, sizes: Sizes, parts: int, interpret: bool
+) -> Any:
+    """Outputs of the rows; if they are to be `joined`, those of C parts each, [I, K, C, G, Dv], not yet divided, and
+    maxima and sums, [I, K, C, G]."""
+    num_rows, num_heads, groups = read.rows.seq_I.shape[0], *read.q_TKGD.shape[1:3]
+    out: Any = jax.ShapeDtypeStruct((*read.q_TKGD.shape[:3], spec.v_dim), read.q_TKGD.dtype)
     if joined:
         some = (num_rows, num_heads, parts, groups)
         out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*some, spec.v_dim), some, some)]
-    kernel = functools.partial(
-        decode_kernel,
-        spec=spec,
-        order=order,
-        sizes=sizes,
-        parts=parts,
-        sinks=sinks_KG is not None,
-        shared=prefixes is not None,
-        joined=joined,
-        few=few,
-        placed=several is not None and not joined,
-    )
-    arguments = [q_TKGD, k, v, table_SB, *rows] + ([] if prefixes is None else [prefixes.length_I])
-    arguments += [] if work is None else work[:3]
-    arguments += [] if sinks_KG is None else [sinks_KG]
-    where = [] if several is None else [several.end_1, several.out_TKGD]
-    arguments += [] if joined else where
-    out = pl.pallas_call(
-        kernel,
-        grid=(num_rows, num_heads, parts) if work is None else (work.row_W.shape[0], num_heads, 1),
+    return pl.pallas_call(
+        functools.partial(decode_kernel, spec=spec, order=order, sizes=sizes, parts=parts),
+        grid=(num_rows, num_heads, parts) if read.work is None else (read.work[0].shape[0], num_heads, 1),
         out_shape=out,
-        input_output_aliases={len(arguments) - 1: 0} if where and not joined else {},
+        input_output_aliases={} if read.placed is None else over_last(read),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="paged_decode",
-    )(*arguments)
-    if not joined:
-        return out
-    where = [rows.token_I, *([rows.length_I, *where] if where else [])]
-    if prefixes is not None:
-        once = shared_prefix.attend(q_TKGD, k, v, table_SB, prefixes, order=order, spec=spec, interpret=interpret)
-        return shared_prefix.join(out, once, rows.seq_I, prefixes.length_I, where, final, interpret=interpret)
-    arguments = [*out, *([] if work is None else [work.used_I]), *where]
+    )(read)
+
+
+def merge(
+    partial: list[jax.Array], used_I: jax.Array | None, token_I: jax.Array, others: Any, out: jax.ShapeDtypeStruct,
+    *, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """The parts of each row made one; `out` at their tokens, among the last of `others` if there are."""
+    arguments = (partial, used_I, token_I, others)
+    num_rows, num_heads, _, groups = partial[1].shape
     return pl.pallas_call(
-        functools.partial(merge_kernel, v_dim=spec.v_dim, few=work is not None, placed=several is not None),
+        functools.partial(merge_kernel, v_dim=out.shape[-1]),
         grid=(num_rows, num_heads, groups),
-        out_shape=final,
-        input_output_aliases={} if several is None else {len(arguments) - 1: 0},
+        out_shape=out,
+        input_output_aliases={} if others is None else over_last(arguments),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="paged_decode_merge",

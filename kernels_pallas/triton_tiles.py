@@ -130,8 +130,8 @@ def clear_padding(
 def put_row(out_ref: Any, token_ref: Any, others: Any, make: Callable[[], jax.Array], v_dim: int) -> None:
     """make(), [Dv], written as the output of a program's row, kv head and query head, at the row's token.
 
-    `others` is None, or (lengths of rows, tokens that are real) where other tokens' outputs are there already: a row
-    that is none is then written nowhere, and padding is cleared.
+    `others` is None, or (lengths of rows, tokens that are real, outputs) where those of other tokens are there already:
+    a row that is none is then written nowhere, and padding is cleared.
     """
     row, head, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dv_D = jnp.arange(power_of_two(v_dim))
@@ -142,7 +142,12 @@ def put_row(out_ref: Any, token_ref: Any, others: Any, make: Callable[[], jax.Ar
     if others is None:
         put(token_ref[row], make())
         return
-    length_ref, end_ref = others
+    length_ref, end_ref, _ = others
     zeros_D = jnp.zeros(dv_D.shape, jnp.float32)
     clear_padding(end_ref, out_ref.shape[0], row, pl.num_programs(0), lambda token: put(token, zeros_D))
     pl.when(length_ref[row] > 0)(lambda: put(token_ref[row], make()))
+
+
+def over_last(arguments: Any) -> dict[int, int]:
+    """pallas_call's input_output_aliases where the one output is written over the last array of the arguments."""
+    return {len(jax.tree.leaves(arguments)) - 1: 0}
