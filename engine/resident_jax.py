@@ -30,14 +30,16 @@ class Resident:
         self.program, self.at, self.renew = program, at, renew
         self.device = device and jax.sharding.SingleDeviceSharding(device)
         self.kept: dict[Any, list[tuple[np.ndarray, jax.Array] | None]] = {}
-        self.last: dict[int, tuple[Any, Any, Any]] = {}  # of each argument: as given, on the device, its kind
+        # of arguments all of which is kept: as given last, on the device, its kind
+        self.last: dict[int, tuple[Any, Any, Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         given, kinds = list(args), {}
         for i in self.at:
-            if i not in self.last or self.last[i][0] is not args[i]:
-                self.last[i] = args[i], *self._settle(i, args[i])
-            _, given[i], kinds[i] = self.last[i]
+            if i in self.last and self.last[i][0] is args[i]:
+                _, given[i], kinds[i] = self.last[i]
+            else:
+                given[i], kinds[i] = self._settle(i, args[i])
         return self.program(*given, kinds=kinds)
 
     def lower(self, *args: Any) -> Any:
@@ -60,7 +62,11 @@ class Resident:
         leaves, structure = jax.tree.flatten(tree)
         kind = kind_of(leaves, structure)
         kept = self.kept.setdefault((i, kind), [None] * len(leaves))
-        return structure.unflatten([self._settled(kept, j, x) for j, x in enumerate(leaves)]), kind
+        settled = structure.unflatten([self._settled(kept, j, x) for j, x in enumerate(leaves)])
+        self.last.pop(i, None)
+        if all(map(_is_kept, leaves)):
+            self.last[i] = tree, settled, kind
+        return settled, kind
 
     def _settled(self, kept: list, j: int, x: Any) -> Any:
         if not isinstance(x, np.ndarray):

@@ -80,4 +80,6 @@ def test_what_is_large_goes_through():
     program = resident()
     large = {"x": np.ones(LARGEST // 4 + 1, np.float32), "y": np.ones(2, np.float32)}
     assert (np.asarray(program(np.float32(1), large)) == 3).all()
+    # nor is it held until the next call
+    assert not program.last
     assert [kept.shape for kept in arrays(program)] == [(2,)]
