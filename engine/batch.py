@@ -74,63 +74,80 @@ class Shapes:
     ) -> Shapes:
         """`exact` is for backends that compile nothing: sizes then follow the work closely. `graph_tokens` is for those
         that record graphs, which cost less than a compiled program: more sizes, and beyond so many tokens nearly exact
-        ones, which are not recorded. `any_width`: a wider block table costs only its transfer,
-        and leaves room for more sizes. `shared_prefixes`: attention may be told of them.
-        `joined_seqs`: decode steps of so many sequences are joined with their head.
+        ones, which are not recorded. `any_width`: a wider block table costs only its transfer, and leaves room for more
+        sizes. `shared_prefixes`: attention may be told of them. `joined_seqs`: decode steps of so many sequences are
+        joined with their head.
         """
         blocks = -(-max_model_len // block_size)
-        seqs, tokens = powers(2, max_num_seqs), powers(4, budget, 32)
-        sampled, widths = powers(4, max_num_seqs), powers(2 if exact else 4, blocks, 8)
-        if any_width:
-            tokens = steps(budget, 128)
-            # of one row XLA makes no product, and up to eight it pads for cuBLAS: a dozen kernels more a layer
-            few = tuple(n for n in (2, 8) if n < max_num_seqs)
-            # at 128 rows cuBLAS takes tiles that are slower than those for 160
-            seqs = tuple(n for n in (*few, 32, 64, 96, 160) if n < max_num_seqs) + powers(2, max_num_seqs, 256)
-            sampled = few[1:] + powers(4, max_num_seqs, 16)
-        if exact:
-            seqs = sampled = tuple(range(1, max_num_seqs + 1))
-            tokens = (*range(8, budget, 8), budget)
-        elif graph_tokens is not None:
-            seqs = tuple(n for n in SEQS if n < max_num_seqs) + (max_num_seqs,)
-            sampled = powers(2, max_num_seqs)
-            middle = min(graph_tokens, 16 * STEP)
-            small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
-            tokens = (*(n for n in (*small, *range(graph_tokens + LARGE, budget, LARGE)) if n < budget), budget)
-        seldom = tuple(sorted({*sampled[2::2], sampled[-1]}))
-        if graph_tokens is not None:
-            # a recording costs more than it saves where a row too many waits for the same launches
-            seldom = tuple(n for n in sampled if n == 4 or n >= 16 or n == max_num_seqs)
-        # among few sizes those between powers of two cost most a token, and to leave more to the next step is cheaper
-        even = [n for n in tokens[:-1] if not (n & (n - 1) if graph_tokens is None else n % EVEN)]
-        full = tuple(n for n in (*even, budget) if n >= FULL)
-        shared, shared_tokens = seqs, tokens
-        if not exact:
-            # few: a row too many often costs less than reading prefixes again, and `worth_it` says whether
-            recorded = graph_tokens is not None
-            few = (*powers(2, max_num_seqs, 16), 48, 96, 192) if recorded else powers(4, max_num_seqs, 64)
-            shared = tuple(sorted({n for n in few if n <= max_num_seqs}))
-            most, least = min(budget, graph_tokens or budget), 512 if recorded else 1024
-            shared_tokens = powers(2 if recorded else 8, most, least)
-        if not shared_prefixes or max_num_seqs == 1:
-            shared = shared_tokens = ()
+        seqs, tokens, sampled = step_sizes(max_num_seqs, budget, exact, graph_tokens, any_width)
+        shared = shared_tokens = ()
+        if shared_prefixes and max_num_seqs > 1:
+            shared, shared_tokens = (seqs, tokens) if exact else shared_sizes(max_num_seqs, budget, graph_tokens)
         return Shapes(
             seqs=seqs,
             tokens=tokens,
-            widths=powers(8, blocks, 512) if any_width else widths,
+            widths=powers(8, blocks, 512) if any_width else powers(2 if exact else 4, blocks, 8),
             sampled=sampled,
             admitted=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             known=powers(8, max_model_len, 256),
             moved=tuple(sorted({1, min(8, max_num_seqs), max_num_seqs})),
             logprobs=tuple(sorted({-1, 0, min(max_logprobs, vocab_size), vocab_size})),
-            seldom=() if exact else seldom,
+            seldom=() if exact else seldom_sizes(sampled, max_num_seqs, graph_tokens),
             token_ids=powers(4, MAX_TOKEN_IDS, 8),
             read=(min(READ_TILE, budget),),
             shared=shared,
             shared_tokens=shared_tokens,
             joined=tuple(n for n in seqs if n <= joined_seqs),
-            full=() if exact else full,
+            full=() if exact else full_sizes(tokens, budget, graph_tokens),
         )
+
+
+def step_sizes(
+    max_num_seqs: int, budget: int, exact: bool, graph_tokens: int | None, any_width: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sequences of a decode step, tokens of a mixed one, rows of a head; arguments as of Shapes.chain."""
+    if exact:
+        each = tuple(range(1, max_num_seqs + 1))
+        return each, (*range(8, budget, 8), budget), each
+    if graph_tokens is not None:
+        seqs = tuple(n for n in SEQS if n < max_num_seqs) + (max_num_seqs,)
+        middle = min(graph_tokens, 16 * STEP)
+        small = (*powers(2, STEP, 16), *range(2 * STEP, middle, STEP), *range(middle, graph_tokens + 1, 4 * STEP))
+        tokens = (*small, *range(graph_tokens + LARGE, budget, LARGE))
+        return seqs, (*(n for n in tokens if n < budget), budget), powers(2, max_num_seqs)
+    if not any_width:
+        return powers(2, max_num_seqs), powers(4, budget, 32), powers(4, max_num_seqs)
+    # of one row XLA makes no product, and up to eight it pads for cuBLAS: a dozen kernels more a layer
+    few = tuple(n for n in (2, 8) if n < max_num_seqs)
+    # at 128 rows cuBLAS takes tiles that are slower than those for 160
+    seqs = tuple(n for n in (*few, 32, 64, 96, 160) if n < max_num_seqs) + powers(2, max_num_seqs, 256)
+    return seqs, steps(budget, 128), few[1:] + powers(4, max_num_seqs, 16)
+
+
+def seldom_sizes(sampled: tuple[int, ...], max_num_seqs: int, graph_tokens: int | None) -> tuple[int, ...]:
+    """Rows of the heads that few ask for: some of `sampled`."""
+    if graph_tokens is None:
+        return tuple(sorted({*sampled[2::2], sampled[-1]}))
+    # a recording costs more than it saves where a row too many waits for the same launches
+    return tuple(n for n in sampled if n == 4 or n >= 16 or n == max_num_seqs)
+
+
+def full_sizes(tokens: tuple[int, ...], budget: int, graph_tokens: int | None) -> tuple[int, ...]:
+    """Those of `tokens` that a mixed step is cut down to."""
+    # among few sizes those between powers of two cost most a token, and to leave more to the next step is cheaper
+    even = [n for n in tokens[:-1] if not (n & (n - 1) if graph_tokens is None else n % EVEN)]
+    return tuple(n for n in (*even, budget) if n >= FULL)
+
+
+def shared_sizes(max_num_seqs: int, budget: int, graph_tokens: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sequences of a decode step that shares prefixes, tokens of a mixed one.
+
+    Few: a row too many often costs less than reading prefixes again, and `worth_it` says whether.
+    """
+    recorded = graph_tokens is not None
+    few = (*powers(2, max_num_seqs, 16), 48, 96, 192) if recorded else powers(4, max_num_seqs, 64)
+    most, least = min(budget, graph_tokens or budget), 512 if recorded else 1024
+    return tuple(sorted({n for n in few if n <= max_num_seqs})), powers(2 if recorded else 8, most, least)
 
 
 def powers(factor: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
