@@ -180,6 +180,26 @@ def test_many_rows_of_all_lengths_equal_float64_on_a_gpu(decode):
     test_kernels_equal_float64_on_a_gpu(mosaic_gpu, replace(case, name=f"busy-{decode}"), ORDERS[0])
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    [triton_lowered, pytest.param(mosaic_gpu, marks=pytest.mark.slow)],
+    ids=lambda m: m.__name__.split(".")[-1],
+)
+def test_a_mixed_step_of_padding_alone_ends_and_is_zeros(implementation):
+    """A warm-up on a GPU runs such steps."""
+    batch = rounded(make_batch(wide(128, 2, 16, replace(MIXED, computed=(0, 0), counts=(1, 70), padding=60))))
+    step = make_step(batch, backend_of("jax", "reference"))
+    nothing = {name: getattr(step, name) * 0 for name in ("query_starts_S1", "lengths_S", "positions_T", "seq_ids_T")}
+    step = replace(step, **nothing, is_real_T=step.is_real_T & False)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (batch.q, batch.k, batch.v))
+    assert not np.asarray(implementation.attend(q, k, v, ORDERS[0], step, batch.spec, None, Plan(step))).any()
+
+
+@pytest.mark.gpu
+def test_a_mixed_step_of_padding_alone_ends_and_is_zeros_on_a_gpu():
+    test_a_mixed_step_of_padding_alone_ends_and_is_zeros(mosaic_gpu)
+
+
 @pytest.mark.slow
 def test_mosaic_prefill_has_no_race():
     batch = rounded(make_batch(wide(64, 2, 16)))
