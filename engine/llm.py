@@ -303,7 +303,7 @@ class LLM(Sleeps):
         ids = embeds.token_ids if embeds else token_ids_of(prompt, self.tokenizer, self.model.vocab_size)
         params, eos = self._resolved(params)
         if embeds:
-            check_beside(embeds, params)
+            check_beside(params)
         else:
             ids = cut(ids, params, self.scheduler.config.max_model_len, self.config.allow_auto_truncate)
         edits = edits_of(params, self.model.vocab_size, self.tokenizer, self.runner.processors)

@@ -40,7 +40,7 @@ def embeds_of(prompt: Any, model: ModelSpec, block_size: int) -> PromptEmbeds | 
     return PromptEmbeds(_rows(prompt[NAME], hidden_size(model)), block_size)
 
 
-def check_beside(embeds: PromptEmbeds, params: SamplingParams) -> None:
+def check_beside(params: SamplingParams) -> None:
     """Raises ValueError for params that ask for what a prompt without ids does not have."""
     for name in ("prompt_logprobs", "prompt_logprob_token_ids", "truncate_prompt_tokens"):
         if getattr(params, name) is not None:
