@@ -303,10 +303,12 @@ def merge(
     )(*arguments)
 
 
-def prefill_kernel(*refs: Any, spec: Any, order: str, sizes: Sizes, queries: int, sinks: bool) -> None:
-    """One tile of queries and one kv head."""
-    q_ref, k_ref, v_ref, table_ref, seq_ref, start_ref, end_ref, position_ref = refs[:8]
-    sinks_ref, out_ref = (refs[8], refs[9]) if sinks else (None, refs[8])
+def prefill_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, tiles: Any, sinks_ref: Any, out_ref: Any,
+    *, spec: Any, order: str, sizes: Sizes, queries: int,
+) -> None:  # fmt: skip
+    """One tile of queries and one kv head. `tiles`: of a Tiles all but their count; `sinks_ref`: None without sinks."""
+    seq_ref, start_ref, end_ref, position_ref = tiles
     tile, head, groups, n = pl.program_id(0), pl.program_id(1), spec.group_size, sizes.keys
     first, count, position = start_ref[tile], end_ref[tile] - start_ref[tile], position_ref[tile]
     row_M, d_D = jnp.arange(sizes.rows), jnp.arange(power_of_two(spec.k_dim))
@@ -358,20 +360,12 @@ def prefill(
 ) -> jax.Array:
     """Outputs of the tiles' queries, [T, K, G, Dv]. What belongs to no tile is not written. Tiles: of M / G queries."""
     sizes = prefill_sizes(spec, k.dtype.itemsize)
-    kernel = functools.partial(
-        prefill_kernel,
-        spec=spec,
-        order=order,
-        sizes=sizes,
-        queries=sizes.rows // spec.group_size,
-        sinks=sinks_KG is not None,
-    )
-    arguments = [q_TKGD, k, v, table_SB, *tiles[:4]] + ([] if sinks_KG is None else [sinks_KG])
+    queries = sizes.rows // spec.group_size
     return pl.pallas_call(
-        kernel,
+        functools.partial(prefill_kernel, spec=spec, order=order, sizes=sizes, queries=queries),
         grid=(tiles.seq_W.shape[0], q_TKGD.shape[1]),
         out_shape=jax.ShapeDtypeStruct((*q_TKGD.shape[:3], spec.v_dim), q_TKGD.dtype),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="paged_prefill",
-    )(*arguments)
+    )(q_TKGD, k, v, table_SB, tiles[:4], sinks_KG)
