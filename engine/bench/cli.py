@@ -164,7 +164,7 @@ def marks(
         from .marks import run, shown
         from .marks_table import report
 
-        chosen, wanted = models.split(","), parts.split(",") if parts else []
+        chosen, wanted = models.split(","), parts.split(",") if parts is not None else []
         arguments = engine_arguments(context.args)
         if only_show:
             if unused := [*said(context, ("parts", "again")), *context.args]:

@@ -339,6 +339,7 @@ def test_throughput_takes_prompts_from_a_file(tmp_path):
         (["throughput", "--max-num-queued-reqs", "5"], "max_num_queued_reqs 5"),
         (["marks", "--models", "no-such-model", "--device", "cpu"], "no-such-model"),
         (["marks", "--parts", "decode-2", "--device", "cpu"], "decode-2"),
+        (["marks", "--parts", "", "--device", "cpu"], "unknown part ''"),
         (["marks", "--parts", "attention", "--device", "cpu"], "needs a GPU"),
     ],
 )
