@@ -71,8 +71,14 @@ def _steps(seed: int, overlap: bool) -> Steps:
             unread.append(plan)
         if unread and (plan is None or len(unread) > overlap):
             read = unread.popleft()
-            s.update(read, [hash((c.request_id, c.start)) % 1000 + 10 for c in read.sampled])
+            s.update(read, [_token(c.request_id, c.start) for c in read.sampled])
     return made
+
+
+def _token(name: str, start: int) -> int:
+    """One that no other request makes: overlapped, what another has made is found in the cache a step later."""
+    index, family = map(int, name.split("_"))
+    return 10 + (3 * family + index) * 1000 + start
 
 
 def _fits(s: Scheduler, r: Request) -> bool:
