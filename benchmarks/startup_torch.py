@@ -111,10 +111,10 @@ def watch_engine(clock: Clock) -> None:
     of = ["?"]
     call = Program._call
 
-    def named(self: Program, xs: tuple[Any, ...], state: Any, wanted: bool) -> Any:
+    def named(self: Program, xs: tuple[Any, ...], state: Any, addresses: tuple[int, ...], wanted: bool) -> Any:
         of.append(name_of(self))
         try:
-            return call(self, xs, state, wanted)
+            return call(self, xs, state, addresses, wanted)
         finally:
             of.pop()
 
