@@ -43,9 +43,9 @@ def lister(tree: Any) -> Callable[[Any], Any]:
 
     jax.tree sorts the names of every dict anew, which is most of what flattening a model's weights takes.
     """
-    if isinstance(tree, dict) and len(tree) > 1 and jax.tree_util.all_leaves(tree.values()):
+    if type(tree) is dict and len(tree) > 1 and jax.tree_util.all_leaves(tree.values()):
         return itemgetter(*sorted(tree))
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return _of_parts([(name, lister(tree[name])) for name in sorted(tree)])
     if type(tree) in (list, tuple):
         return _of_parts([(i, lister(x)) for i, x in enumerate(tree)])

@@ -81,7 +81,7 @@ def run(
 ) -> dict[str, Any]:
     """All parts (none: all that run here) of these models, shapes of CONFIGS or folders with a config.json; returns
     what `out` has then. `arguments` go to every engine. Raises ValueError for parts that cannot run here, results of
-    another machine or other arguments in `out`, and ChildProcessError if a part fails: nothing is timed then.
+    another machine or other arguments in `out`, and ChildProcessError if a part fails: behind a check nothing is timed.
     """
     asked_device = arguments.pop("device", "auto")
     if "compile_cache_dir" in arguments:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import BACKENDS
+from bench_shape import CONFIG, on_torch
 from tiny import VOCAB, engine
 from typer.testing import CliRunner
 
@@ -27,14 +28,6 @@ from octavo.engine.bench.marks_attention import Size
 from octavo.engine.bench.workloads import NAMES, write_config
 from octavo.engine.cli import app
 
-on_torch = pytest.mark.skipif("torch" not in BACKENDS, reason="threads, and bfloat16 on a CPU, are torch's")
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    "torch_dtype": "float32", "eos_token_id": 1,
-}  # fmt: skip
 SMALL = {"device": "cpu", "kv_cache_memory_bytes": 2**26, "threads": 1, "warmup": "lazy"}
 H200 = {"gpu": "NVIDIA H200, 580", "date": "2026-11-30", "python": "3.12.3", "versions": {"octavo": "0.1"}}
 
