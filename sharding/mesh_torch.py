@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -175,13 +176,30 @@ class TorchMesh:
         self.counts[what, names, result.numel() * result.element_size()] += 1
 
     def _meet(self, store: Any, size: int) -> None:
-        """Waits until so many processes are here. Making a group would wait for one that is gone, whatever happens."""
+        """Waits until so many processes are here."""
         until = time.monotonic() + self.timeout
         store.add("here", 1)
         while (here := store.add("here", 0)) < size:
             if self.is_aborted or time.monotonic() > until:
                 raise RuntimeError(f"{here} of {size} processes came to make a group of the mesh")
             time.sleep(MEETING)
+
+    def _join(self, store: Any, place: tuple[int, int], timeout: timedelta) -> Any:
+        """A group on CPUs. One that ends between coming and joining would be waited for, and gloo cannot be told."""
+        joined: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                joined.set_result(dist.ProcessGroupGloo(store, *place, timeout))
+            except RuntimeError as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=work, name="octavo-group", daemon=True).start()
+        while not joined.done():
+            if self.is_aborted:
+                raise RuntimeError(f"not all of {place[1]} processes joined a group of the mesh")
+            wait([joined], MEETING)
+        return joined.result()
 
     def _group(self, names: tuple[str, ...]) -> Any:
         """The processes that differ from this one along these axes alone. All of them must ask for it."""
@@ -196,5 +214,5 @@ class TorchMesh:
                 options._timeout = timeout
                 self.groups[names] = dist.ProcessGroupNCCL(store, *place, options)
             else:
-                self.groups[names] = dist.ProcessGroupGloo(store, *place, timeout)
+                self.groups[names] = self._join(store, place, timeout)
         return self.groups[names]

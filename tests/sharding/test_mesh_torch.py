@@ -166,6 +166,18 @@ def test_who_waits_for_one_that_is_gone_can_be_told() -> None:
     assert on_every_rank(run, {"tp": 2}) == ["told", ""]
 
 
+def test_who_joins_with_one_that_is_gone_can_be_told() -> None:
+    """It came, and ended before it said where it is: what gloo waits for cannot be told."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    mesh = TorchMesh({"tp": 2}, 0, store, timeout=30)
+    dist.PrefixStore("mesh/tp/", store).add("here", 1)  # pyright: ignore[reportPrivateImportUsage]
+    threading.Timer(0.2, mesh.abort).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="not all of 2 processes joined"):
+        mesh.all_reduce(torch.zeros(1), ("tp",))
+    assert time.monotonic() - began < 5
+
+
 def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's does for CUDA graphs that use it."""
     monkeypatch.setattr("octavo.sharding.mesh_torch.ABORTING", 0.1)
