@@ -81,7 +81,8 @@ def run(
 ) -> dict[str, Any]:
     """All parts (none: all that run here) of these models, shapes of CONFIGS or folders with a config.json; returns
     what `out` has then. `arguments` go to every engine. Raises ValueError for parts that cannot run here, results of
-    another machine or other arguments in `out`, and ChildProcessError if a part fails: behind a check nothing is timed.
+    another machine or other arguments in `out`, and ChildProcessError if a part fails: behind a check nothing is timed,
+    behind another all that needs none of its process.
     """
     asked_device = arguments.pop("device", "auto")
     if "compile_cache_dir" in arguments:
@@ -122,10 +123,17 @@ def run(
     if any("kernels" in wanted for wanted in asked.values()) and (again or "//kernels" not in results):
         checks.append(lambda: results.put("//kernels", kernels(beside=len(checks) - 1)))
     _together(checks)
+    errors = []
     for backend in backends:
         for model, wanted in [("", ["attention"]), *((m, kind) for m in models for kind in (NAMES, AFTER))]:
             if one := job(backend, model, wanted):
-                _in_a_process(one)
+                try:
+                    _in_a_process(one)
+                except ChildProcessError as error:
+                    # what the others measure stands without it
+                    errors.append(str(error))
+    if errors:
+        raise ChildProcessError("; ".join(errors))
     return Results(results.path).values
 
 

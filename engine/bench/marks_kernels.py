@@ -30,8 +30,9 @@ def kernels(beside: int = 0) -> dict[str, Any]:
     """
     workers = max(1, min(MOST, _num_cores() - beside))
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider"]
-    # the one warns that it does nothing here; a test that hangs is to be named before the time is up
-    pytest += ["-p", "no:benchmark", "--timeout", str(LIMIT)]
+    # the one warns that it does nothing here; a test that hangs is to be named before the time is up, also where it
+    # waits for the GPU, which no signal ends: then its process ends, and another goes on
+    pytest += ["-p", "no:benchmark", "--timeout", str(LIMIT), "--timeout-method", "thread"]
     pytest += ["-n", str(workers), "--dist", "worksteal", "--backends", ",".join(installed_backends()), *TESTS]
     # JAX would take three quarters of the GPU in each process, and what a process computes on the CPU all its cores
     command = ["env", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "OMP_NUM_THREADS=1", *pytest]

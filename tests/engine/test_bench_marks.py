@@ -170,6 +170,17 @@ def test_a_part_that_fails_is_named_and_a_process_that_fails_behind_its_parts_is
     assert "prefill, offline, prefix of llama-8b on torch: exit status -6 after all was kept" in capsys.readouterr().err
 
 
+def test_what_fails_while_it_is_timed_holds_no_other_process_back(workers, tmp_path):
+    out = tmp_path / "marks.json"
+    workers.broken |= {("torch", "attention"), ("torch", "prefill")}
+    says = "attention on torch failed: see above; prefill, offline, prefix of llama-8b on torch failed: see above"
+    with pytest.raises(ChildProcessError, match=f"^{says}$"):
+        marks.run(BOTH, ["llama-8b"], out=out, device="cuda")
+    there = {key for key in json.loads(out.read_text()) if key.count("/") == 2}
+    assert {"torch/llama-8b/profile", "jax//attention", "jax/llama-8b/prefix", "jax/llama-8b/identical"} <= there
+    assert not there & {"torch//attention", "torch/llama-8b/prefill", "torch/llama-8b/offline"}
+
+
 def test_parts_that_several_processes_keep_at_once_are_all_there(tmp_path):
     out = tmp_path / "marks.json"
 
@@ -325,6 +336,30 @@ def test_the_gpu_tests_of_a_clone_are_counted(status, last, found, monkeypatch):
     else:
         with pytest.raises(ChildProcessError, match=found):
             marks_kernels.kernels()
+
+
+HANGS = """
+import ctypes, pytest
+pytestmark = pytest.mark.gpu
+def test_that_ends(): pass
+def test_that_waits():
+    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    while True:
+        libc.pthread_mutex_lock(lock)
+"""
+
+
+def test_a_gpu_test_that_no_signal_ends_is_named(tmp_path, monkeypatch, capsys):
+    """As one that waits for a device."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n")
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--backends')\n")
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    for name, value in (("ROOT", tmp_path), ("TESTS", ("test_hangs.py",)), ("LIMIT", 1)):
+        monkeypatch.setattr(marks_kernels, name, value)
+    monkeypatch.setattr(marks_kernels, "_num_cores", lambda: 1)
+    with pytest.raises(ChildProcessError, match="1 failed, 1 passed"):
+        marks_kernels.kernels()
+    assert "crashed while running 'test_hangs.py::test_that_waits'" in capsys.readouterr().err
 
 
 def test_an_installed_package_has_no_tests_to_run(monkeypatch, tmp_path, workers):
