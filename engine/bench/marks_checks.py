@@ -25,10 +25,10 @@ def check(backend: str) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     weights = random_weights(model)
 
-    def tokens(on: str, device: str, **more: Any) -> list[list[int]]:
+    def tokens(on: str, device: str, num: int | None = None, **more: Any) -> list[list[int]]:
         llm = LLM(model, weights=weights, backend=on, device=device, dtype="float32", max_num_seqs=6,
                   max_num_batched_tokens=96, num_gpu_blocks_override=60, max_model_len=256, **more)  # fmt: skip
-        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts[:num], params, use_tqdm=False)]
 
     # more threads would spin beside the other checks
     want = tokens("torch", "cpu", threads=1)
@@ -37,10 +37,11 @@ def check(backend: str) -> dict[str, Any]:
         ("token_major", {}),
         ("head_major", {"layout": "head_major"}),
         ("warm", {"warmup": "all"}),
-        ("eager", {"enforce_eager": True}),
+        # op by op XLA compiles each op for each size of a step: of all prompts some 650 programs
+        ("eager", {"enforce_eager": True, "num": 3}),
         ("synchronous", {"async_scheduling": False}),
     ):
-        found[name] = tokens(backend, "cuda", **more) == want
+        found[name] = tokens(backend, "cuda", **more) == want[: more.get("num")]
     if not all(found.values()):
         raise SystemExit(f"tokens on the GPU are not the CPU's: {found}")
     return found
