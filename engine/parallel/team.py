@@ -188,7 +188,8 @@ class Mail:
     peers: tuple[Peer, ...]
     replica_size: int  # so many ranks in turn are one replica
     abort: Callable[[], None] | None = None  # ends collectives of this process that wait for somebody who is gone
-    farewell: Callable[[], None] | None = None  # what all ranks must do together before they end
+    farewell: Callable[[], None] | None = None  # what this process does once the others have ended
+    remedy: str = "make a new LLM"
     lost: str | None = None
     cause: BaseException | None = None
     kind: type[RankLostError] = RankLostError
@@ -292,7 +293,7 @@ class Team:
         self.mail = mail = Mail(self.peers, replica_size or len(self.peers) + 1)
         self.thread = threading.Thread(target=watch, args=(self.peers, mail), name="octavo-ranks", daemon=True)
         self.thread.start()
-        self._finalizer = weakref.finalize(self, dismiss, self.peers, mail)
+        self.dismissal = weakref.finalize(self, dismiss, self.peers, mail)
 
     def part(self, replica: int) -> Team:
         """The ranks of one replica, but for this one: told, and compared, by themselves."""
@@ -322,7 +323,7 @@ class Team:
         """Raises RankLostError if a rank is gone, DivergenceError if ranks are known to differ."""
         if self.mail.lost is not None:
             raise self.mail.kind(
-                f"{self.mail.lost}; the model needs all of its {len(self.mail.peers) + 1} ranks: make a new LLM"
+                f"{self.mail.lost}; the model needs all of its {len(self.mail.peers) + 1} ranks: {self.mail.remedy}"
             ) from self.mail.cause
         while found := self._next_digests():
             for rank, digest in found.items():
@@ -415,7 +416,7 @@ class Team:
 
     def close(self) -> None:
         """Ends the others."""
-        self._finalizer()
+        self.dismissal()
 
 
 def dismiss(peers: Sequence[Peer], mail: Mail) -> None:
@@ -428,8 +429,8 @@ def dismiss(peers: Sequence[Peer], mail: Mail) -> None:
             peer.commands.close()
         except OSError:
             continue
-    if is_whole and mail.farewell is not None:
-        mail.farewell()
     for peer in peers:
         if peer.child is not None:
             peer.child.wait(FAREWELL)
+    if mail.farewell is not None:
+        mail.farewell()

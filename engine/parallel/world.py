@@ -7,6 +7,7 @@ called jax.distributed.initialize.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -79,8 +80,9 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
     """A world whose other processes are children of this one."""
     level = logging.getLogger("octavo").getEffectiveLevel()
     if config.backend == "jax":
-        from .world_jax import free_address, leave, start
+        from .world_jax import REMEDY, begin, end_if_stuck, free_address, leave, start
 
+        begin(config.device)
         store, meeting = None, free_address()
     else:
         from .world_torch import check_devices, host_store
@@ -95,8 +97,11 @@ def _own_world(config: EngineConfig, weights: Any, size: int) -> World:
         peers.append(Peer(rank, child.commands, child.results, child))
     team = Team(peers, _stage_size(config), config.replica_size)
     if config.backend == "jax":
+        team.mail.remedy = REMEDY
+        # JAX's own end, which this comes before, would part from ranks that nobody has told to go
+        atexit.register(team.dismissal)
         start(meeting, 0, size, config.device)
-        team.mail.farewell = leave
+        team.mail.farewell, team.mail.abort = leave, end_if_stuck
     return World(0, size, 0, store, team=team)
 
 

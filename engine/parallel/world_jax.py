@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import threading
 
 import jax
 import numpy as np
 
 from ..backend_jax import before_start
 
+log = logging.getLogger("octavo")
+
 SIZE = 256  # bytes of what rank 0 tells the others
 PATIENCE = 120  # seconds, for a process that is starting
-HEARTBEAT = 30  # seconds without one, after which JAX ends all processes that are left
+HEARTBEAT = 30  # seconds that whoever waits for a lost rank has
+REMEDY = "make a new LLM, in a new process"
 
 
 def free_address() -> str:
@@ -21,13 +27,28 @@ def free_address() -> str:
         return f"127.0.0.1:{s.getsockname()[1]}"
 
 
-def start(meeting: str, rank: int, size: int, device: str) -> None:
-    """Makes this process one of `size`, with one device. Raises ValueError if JAX has started without."""
+def begin(device: str) -> None:
+    """Has JAX start, when it does, as one of several processes. Raises ValueError if it has started."""
     before_start(device)
     try:
-        jax.config.update("jax_num_cpu_devices", 1)
-        # of use on a CPU only
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # JAX that has started refuses what differs from what is set
+        for num_devices in (-1, 1):
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        raise ValueError(
+            "distributed_executor_backend='mp' on jax: JAX has started in this process, for an engine or for other "
+            "work, and joins others only before: make this LLM in a new process"
+        ) from error
+    # else JAX would abort whoever outlives a lost rank, and have each wait for all at its end
+    jax.config.update("jax_enable_recoverability", True)
+    # of use on a CPU only
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def start(meeting: str, rank: int, size: int, device: str) -> None:
+    """Makes this process one of `size`, with one device. Raises ValueError if JAX has started without."""
+    begin(device)
+    try:
         jax.distributed.initialize(meeting, size, rank, local_device_ids=None if device == "cpu" else [rank],
                                    initialization_timeout=PATIENCE, heartbeat_timeout_seconds=HEARTBEAT)  # fmt: skip
     except RuntimeError as error:
@@ -35,8 +56,21 @@ def start(meeting: str, rank: int, size: int, device: str) -> None:
 
 
 def leave() -> None:
-    """Goes, with all the others: JAX waits for them."""
+    """Parts from the others. Rank 0 goes last: JAX aborts those whose meeting place is gone."""
     jax.distributed.shutdown()
+
+
+def end_if_stuck() -> None:
+    """Ends this process in a while if it computes on a GPU: nothing breaks off what waits there for a lost rank."""
+    timer = threading.Timer(HEARTBEAT, _end_on_gpu)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_on_gpu() -> None:
+    if jax.default_backend() != "cpu":
+        log.error("a rank was lost %d s ago, and what runs on this GPU may wait for it for ever: ending", HEARTBEAT)
+        os._exit(1)
 
 
 def world(device: str) -> tuple[int, int, int] | None:

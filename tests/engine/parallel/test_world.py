@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from multiprocessing import Pipe
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import torch
 from octavo.engine import build
 from octavo.engine.config import engine_config
 from octavo.engine.parallel import world, world_jax, world_torch
-from octavo.engine.parallel.team import Team
+from octavo.engine.parallel.team import Peer, Team
 
 
 @pytest.fixture
@@ -65,6 +67,56 @@ def test_a_launcher_that_is_not_there_is_missed() -> None:
     config = engine_config("m", backend="jax", tensor_parallel_size=2, distributed_executor_backend=launcher)
     with pytest.raises(ValueError, match=r"start this script with torchrun, or call jax\.distributed"):
         world.join(config, None)
+
+
+def test_jax_that_has_started_joins_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is started for nothing."""
+    jax.devices()
+    monkeypatch.setattr(world, "Child", None)
+    config = engine_config("m", backend="jax", tensor_parallel_size=2, distributed_executor_backend="mp")
+    with pytest.raises(ValueError, match=r"JAX has started in this process.*make this LLM in a new process"):
+        world.join(config, None)
+
+
+@pytest.mark.parametrize(("platform", "ends"), [("cpu", []), ("gpu", [1])])
+def test_a_process_on_a_gpu_does_not_wait_for_a_lost_rank_for_ever(
+    platform: str, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the collective fails by itself, and a script may go on."""
+    ended: list[int] = []
+    monkeypatch.setattr(world_jax, "HEARTBEAT", 0)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(world_jax.os, "_exit", ended.append)
+    before = set(threading.enumerate())
+    world_jax.end_if_stuck()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert ended == ends
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_rank_0_leaves_last(lost: bool) -> None:
+    """Where the others meet goes with it."""
+    happened: list[str] = []
+
+    class Gone:
+        process = pid = None
+
+        def kill(self) -> None: ...
+
+        def wait(self, seconds: float) -> int:
+            happened.append("the other ends")
+            return 0
+
+    ours, _ = Pipe()
+    child: Any = Gone()
+    child.process = child
+    team = Team([Peer(1, ours, ours, child)])
+    team.mail.farewell = lambda: happened.append("rank 0 leaves")
+    if lost:
+        team.mail.lose("rank 1 is gone")
+    team.close()
+    assert happened[-2:] == ["the other ends", "rank 0 leaves"]
 
 
 def test_a_rank_that_ended_a_start_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
