@@ -51,8 +51,7 @@ class Intake:
                 continue
             stop = self.processor.push(request, result, at[request.id])
             if stop is not None and request.finish_reason != "stop":
-                if request.finish_reason is None:
-                    scheduler.finish(request, "stop", stop)
-                    self.processor.finish(request)
-                request.finish_reason, request.stop_reason = "stop", stop
+                # also of what has just ended by its length
+                scheduler.finish(request, "stop", stop)
+                self.processor.finish(request)
         return touched

@@ -130,3 +130,10 @@ class Plan:
     def sampled(self) -> list[Chunk]:
         """The chunks out of which a token comes; asked for several times a step."""
         return [c for c in self.chunks if c.samples]
+
+
+def retell(events: list[tuple[str, Reason]], request_id: str, reason: Reason) -> str:
+    """Changes the last reason told of a request, which no plan has yet. Returns the new one."""
+    at = max(i for i, (name, _) in enumerate(events) if name == request_id)
+    events[at] = (request_id, reason)
+    return str(reason)

@@ -14,7 +14,7 @@ from ..models.sampling import VARIANTS
 from .block_manager import BlockManager
 from .draft import Draft, admission
 from .limits import Limits, SchedulerConfig, busy_step, check_length, check_room, longest
-from .plan import Chunk, Plan, Reason, TableWrite, Transfer
+from .plan import Chunk, Plan, Reason, TableWrite, Transfer, retell
 from .policy import as_policy
 from .preemption import warn
 from .reads import complete_of, plan_reads
@@ -142,13 +142,16 @@ class Scheduler:
         return touched + complete
 
     def finish(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request that is alive, running or waiting, for a Reason that is an end.
+        """Ends a request that is alive, running or waiting, for a Reason that is an end; or says why it did just now.
 
         A step in flight may still write its row and blocks: harmless, because whoever gets them next writes in a later
         step, and reads nothing that it has not written or been given.
         """
-        self._free_seats()
-        self._end(r, reason, stop_reason)
+        if r.finish_reason is None:
+            self._free_seats()
+            self._end(r, reason, stop_reason)
+        else:
+            r.finish_reason, r.stop_reason = retell(self.events, r.id, Reason(reason)), stop_reason
 
     def _end(self, r: Request, reason: str, stop_reason: int | str | None = None) -> None:
         self.events.append((r.id, Reason(reason)))
@@ -218,12 +221,9 @@ class Scheduler:
 
     def _drops(self, request_id: str) -> bool:
         """Whether a token was made for a request that has ended. They come before those of a new one of the same id."""
-        if request_id not in self.orphans:
-            return False
-        self.orphans[request_id] -= 1
-        if not self.orphans[request_id]:
-            del self.orphans[request_id]
-        return True
+        if (left := self.orphans.pop(request_id, 0)) > 1:
+            self.orphans[request_id] = left - 1
+        return left > 0
 
     def _free_seats(self) -> list[tuple[str, Reason]]:
         """Takes row and blocks of those that end whatever their last token is, and have no other token unread.

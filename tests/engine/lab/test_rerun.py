@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from backends import BACKENDS
 from scheduler_world import add, make_request, run
-from tiny import GREEDY, PROMPTS, RANDOM, engine, tokens
+from tiny import GREEDY, PROMPTS, RANDOM, VOCAB, engine, tokens
 
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.lab.explaining import SAYS, explain
@@ -189,3 +190,25 @@ def test_a_seat_given_up_that_no_plan_tells_of_is_logged(tmp_path):
     run(scheduler, make_request("next", range(20, 29), max_tokens=1))
     assert '{"idle":1}' in (tmp_path / "log").read_text()
     assert rerun(tmp_path / "log").difference is None
+
+
+@pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "synchronous"])
+def test_a_last_token_that_completes_a_stop_string_is_told_of_as_the_output_does(overlapped, tmp_path):
+    """Both where a later plan tells of the end, and where the log ends with it."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "steps.jsonl"
+    llm = engine(backend=BACKENDS[0], tokenizer=str(tmp_path), step_log=str(path), async_scheduling=overlapped)
+    alone, ends = tokens(engine(backend=BACKENDS[0]), PROMPTS[:2], replace(GREEDY, max_tokens=12)), {}
+    for name, i, length in (("early", 0, 6), ("last", 1, 12)):
+        stop = " ".join(f"w{token}" for token in alone[i][length - 3 : length])
+        llm.add_request(name, PROMPTS[i], replace(GREEDY, max_tokens=length, stop=[stop]))
+    while llm.has_unfinished_requests():
+        ends |= {output.request_id: output.outputs[0] for output in llm.step() if output.finished}
+    assert {name: (len(o.token_ids), o.finish_reason) for name, o in ends.items()} == {
+        "early": (6, "stop"),
+        "last": (12, "stop"),
+    }
+    assert [explain(path, name)[-1].what for name in ends] == ["ends: stop"] * 2
+    found = rerun(path)
+    assert found.difference is None and found.requests["early"].finish_reason == "stop"
