@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ log = logging.getLogger("octavo")
 # what can be woken by itself
 TAGS = ("weights", "kv_cache")
 LEVELS, MODES = (1, 2), ("abort", "wait")
+GAP = 1e-4  # seconds between two steps that are waited for
 
 
 def check_sleep(config: EngineConfig, level: int, mode: str) -> None:
@@ -38,31 +40,38 @@ class Sleeps(EngineSteps):
     abort: Callable[[Sequence[str]], None]
     asleep: tuple[str, ...] = ()  # of TAGS
     sleep_level = 0
+    num_falling = 0  # calls of `sleep` that run
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Frees the device's memory: the cache, cached prefixes with it, and the weights.
 
         At level 1 these wait in the host's memory, at level 2 they are gone; wake_up brings them back. Programs stay.
-        Requests that are running are aborted, or with mode="wait" run to their end first; those that come meanwhile
-        are refused with AsleepError. An engine that is asleep stays as it is, whatever the level. Raises ValueError
-        without enable_sleep_mode=True.
+        Requests that are running are aborted, or with mode="wait" run to their end first, or until another thread
+        aborts them; those that come meanwhile are refused with AsleepError. An engine that is asleep stays as it is,
+        whatever the level. Raises ValueError without enable_sleep_mode=True.
         """
         check_sleep(self.config, level, mode)
         with self.lock:
+            if mode == "abort" and not self.asleep:
+                self.abort(list(self.processor.families))
+            self.num_falling += 1
+        try:
+            while not self._fall_asleep(level, mode):
+                # who gives a lock back and takes it at once leaves it to nobody
+                time.sleep(GAP)
+        finally:
+            with self.lock:
+                self.num_falling -= 1
+
+    def _fall_asleep(self, level: int, mode: str) -> bool:
+        """Sleeps if nothing is left to compute, else runs a step of that. Returns whether the engine is asleep."""
+        with self.lock:
             if self.asleep:
                 log.warning("sleep: the engine is asleep already")
-                return
-            if mode == "abort":
-                self.abort(list(self.processor.families))
-            while any(r.is_busy for r in self.replicas):
-                with Caught() as caught:
-                    self._advance()
-                if caught.error is not None:
-                    is_failure = isinstance(caught.error, Exception)
-                    if mode == "wait" or not is_failure or not all(r.runner.has_cache for r in self.replicas):
-                        raise caught.error
-                    # whoever it was for is gone
-                    log.warning("sleep: a step of requests that were aborted has failed: %s", caught.error)
+                return True
+            if any(r.is_busy for r in self.replicas):
+                self._step_before(mode)
+                return False
             for r in self.replicas:
                 r.scheduler.reset_prefix_cache()
                 self.routing.forget(r.index)
@@ -70,6 +79,17 @@ class Sleeps(EngineSteps):
             self._now_asleep(TAGS, level)
             for runner in self.runners:
                 runner.sleep(level)
+            return True
+
+    def _step_before(self, mode: str) -> None:
+        """Runs a step. If it fails, that is of those who are waited for, or of somebody who is gone."""
+        with Caught() as caught:
+            self._advance()
+        if caught.error is not None:
+            is_failure = isinstance(caught.error, Exception)
+            if mode == "wait" or not is_failure or not all(r.runner.has_cache for r in self.replicas):
+                raise caught.error
+            log.warning("sleep: a step of requests that were aborted has failed: %s", caught.error)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, weights: Any = None) -> None:
         """Brings back what sleep has freed: all that is asleep, or "weights" or "kv_cache" alone.
@@ -116,6 +136,8 @@ class Sleeps(EngineSteps):
                 r.metrics.sleep_level = level if tags else 0
 
     def _check_awake(self) -> None:
-        """Raises AsleepError if the engine is asleep."""
+        """Raises AsleepError if the engine is asleep, or about to be."""
+        if self.num_falling:
+            raise AsleepError("the engine is about to sleep: wake_up() once it does")
         if self.asleep:
             raise AsleepError(f"the engine is asleep ({', '.join(self.asleep)}): wake_up() first")

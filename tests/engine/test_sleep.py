@@ -7,6 +7,8 @@ import contextlib
 import gc
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -227,6 +229,35 @@ def test_requests_that_run_are_aborted_or_waited_for() -> None:
     assert output.finished and list(output.outputs[0].token_ids) == want
     llm.wake_up()
     assert tokens(llm, PROMPTS[:1], LONG) == [want]
+
+
+def test_who_is_waited_for_can_be_aborted_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever comes meanwhile is refused at once."""
+    llm, waits, steps = sleeper(), threading.Event(), iter(range(500))
+    want = tokens(llm, PROMPTS[:1])
+    llm.add_request("a", PROMPTS[0], LONG)
+
+    def never_ends() -> None:
+        next(steps)
+        waits.set()
+        time.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "_advance", never_ends)
+        threads = [threading.Thread(target=llm.sleep, kwargs={"mode": "wait"}, daemon=True) for _ in range(2)]
+        threads.append(threading.Thread(target=lambda: waits.wait() and llm.abort("a"), daemon=True))
+        threads[0].start()
+        assert waits.wait(10)
+        with pytest.raises(AsleepError, match="about to sleep"):
+            llm.add_request("b", PROMPTS[1], GREEDY)
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+    assert llm.is_sleeping() and not llm.has_unfinished_requests()
+    llm.wake_up()
+    assert tokens(llm, PROMPTS[:1]) == want
 
 
 def states(llm: LLM) -> tuple[int, ...]:
