@@ -46,6 +46,25 @@ def num_bytes(kind: Kind) -> int:
     return math.prod(kind[0]) * kind[1].itemsize
 
 
+def join_soon(threads: Sequence[threading.Thread]) -> None:
+    """Waits for threads that break off what is under way, within reason."""
+    until = time.monotonic() + ABORTING
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def leave(lock: threading.Lock, aborting: Sequence[threading.Thread], groups: dict[tuple[str, ...], Any]) -> None:
+    """Lets go of a mesh's groups, at the interpreter's end at the latest.
+
+    A thread in torch's C++ that takes the interpreter's lock once the interpreter is gone ends the process with
+    SIGABRT: one that aborts a group does when it is done, gloo's do to let go of an array. Dropping a group waits for
+    the latter.
+    """
+    with lock:
+        join_soon(aborting)
+        groups.clear()
+
+
 class TorchMesh:
     """This process's place in a mesh whose axes are named and sized by `shape`: that of its rank (rules.place_of).
 
@@ -70,10 +89,8 @@ class TorchMesh:
         # arrays on their way: they must live until they are there
         self.sent: deque[tuple[Any, Tensor]] = deque()
         self.num_renewed, self.is_aborted = 0, False
-        if self.device.type == "cpu":
-            # a thread of gloo may still have to let go of an array, for which it takes the interpreter's lock: where
-            # the interpreter ends first, that ends the process with SIGABRT. Dropping a group waits for its threads
-            weakref.finalize(self, self.groups.clear)
+        self.lock, self.aborting = threading.Lock(), list[threading.Thread]()
+        weakref.finalize(self, leave, self.lock, self.aborting, self.groups if self.device.type == "cpu" else {})
 
     def size(self, names: tuple[str, ...]) -> int:
         """How many processes these axes have together."""
@@ -165,12 +182,12 @@ class TorchMesh:
         NCCL breaks its kernels off at once, but does not come back before the last CUDA graph with one of them is gone.
         """
         self.is_aborted = True
-        threads = [threading.Thread(target=group.abort, daemon=True) for group in list(self.groups.values())]
-        for thread in threads:
-            thread.start()
-        until = time.monotonic() + ABORTING
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        with self.lock:
+            threads = [threading.Thread(target=group.abort, daemon=True) for group in list(self.groups.values())]
+            for thread in threads:
+                thread.start()
+            self.aborting += threads
+        join_soon(threads)
 
     def _note(self, what: str, names: tuple[str, ...], result: Tensor) -> None:
         self.counts[what, names, result.numel() * result.element_size()] += 1

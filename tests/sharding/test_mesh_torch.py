@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -193,6 +195,27 @@ def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch
     mesh.abort()
     assert ended.is_set() and time.monotonic() - began < 5
     let_go.set()
+
+
+def test_an_interpreters_end_waits_for_who_breaks_off() -> None:
+    """Torch's C++ would come back to an interpreter that is gone, which ends the process with SIGABRT."""
+    script = """
+import threading, time
+import torch.distributed as dist
+from octavo.sharding.mesh_torch import TorchMesh
+class Group:
+    def abort(self):
+        begun.set()
+        time.sleep(0.5)
+        print("aborted", flush=True)
+begun = threading.Event()
+mesh = TorchMesh({"tp": 2}, 0, dist.HashStore())
+mesh.groups["tp",] = Group()
+threading.Thread(target=mesh.abort, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "aborted\n"), done.stderr
 
 
 def test_all_that_will_talk_can_connect_beforehand() -> None:
