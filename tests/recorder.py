@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
+from torch import Tensor
 
 from octavo.engine import backend_torch
 from octavo.engine.backend_torch import TorchBackend
 from octavo.engine.graph_torch import arrays_of
 
+SPOILED = 77  # of whole numbers: an id like any other
+
 
 class Recorder:
     """Replays by running again and leaving the results where the recording left them; what lay there is overwritten.
 
-    Recording itself must change nothing, so it runs on zeros (CUDA's runs nothing), and puts back what was there.
+    So is what other recordings left: CUDA's share their memory. Recording itself must change nothing, so it runs on
+    zeros (CUDA's runs nothing), and puts back what was there.
     """
 
     def __init__(self, waits: bool = False) -> None:
         self.replays, self.waits = 0, waits
+        self.pool: dict[int, ref[Tensor]] = {}
 
     def finish(self) -> None:
         """What is recorded can be replayed."""
@@ -38,12 +44,17 @@ class Recorder:
         left = run()
         for x, old in zip(state, kept, strict=True):
             x.copy_(old)
-        held = {x.data_ptr() for x in state}
+        held = {x.untyped_storage().data_ptr() for x in state}
+        own = [x.untyped_storage().data_ptr() not in held for x in arrays_of(left)]
+        self.pool |= {id(x): ref(x) for x, mine in zip(arrays_of(left), own, strict=True) if mine}
 
         def replay() -> None:
             self.replays += 1
-            for x, new in zip(arrays_of(left), arrays_of(run()), strict=True):
-                if x.data_ptr() not in held:
+            for there in self.pool.values():
+                if (x := there()) is not None:
+                    x.fill_(float("nan") if x.is_floating_point() else SPOILED)
+            for x, new, mine in zip(arrays_of(left), arrays_of(run()), own, strict=True):
+                if mine:
                     x.copy_(new)
 
         return replay, left

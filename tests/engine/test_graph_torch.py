@@ -91,6 +91,24 @@ def test_what_a_replay_returns_outlives_the_next_one() -> None:
     assert backend.num_compiles() == 1
 
 
+def test_what_a_replay_returns_outlives_another_programs() -> None:
+    """All share one memory."""
+    backend, x = TorchBackend(), np.array([1, 2], np.int32)
+    backend.capture = Recorder()
+
+    def made(factor: int) -> Any:
+        def program(cache: Any, x: Any, *, ops: Any) -> tuple:
+            return x * factor, cache
+
+        return backend.compile(program, ("cache", "x"), ("y", "cache"), "cache")
+
+    cache, runs, outs = backend.zeros(spec(1)), [made(factor) for factor in (3, 5)], []
+    for run in runs * 3:
+        out, cache = run(cache, x)
+        outs.append(out)
+    assert [out.tolist() for out in outs] == [[3, 6], [5, 10]] * 3
+
+
 def test_state_that_a_program_makes_anew_stays_where_it_was() -> None:
     """A layout may return new arrays instead of writing in place."""
     backend = TorchBackend()
