@@ -33,14 +33,15 @@ def check(backend: str) -> dict[str, Any]:
     # more threads would spin beside the other checks
     want = tokens("torch", "cpu", threads=1)
     found = {}
-    for name, more in (
-        ("token_major", {}),
-        ("head_major", {"layout": "head_major"}),
-        ("warm", {"warmup": "all"}),
+    ways: dict[str, dict[str, Any]] = {
+        "token_major": {},
+        "head_major": {"layout": "head_major"},
+        "warm": {"warmup": "all"},
         # op by op XLA compiles each op for each size of a step: of all prompts some 650 programs
-        ("eager", {"enforce_eager": True, "num": 3}),
-        ("synchronous", {"async_scheduling": False}),
-    ):
+        "eager": {"enforce_eager": True, "num": 3},
+        "synchronous": {"async_scheduling": False},
+    }
+    for name, more in ways.items():
         found[name] = tokens(backend, "cuda", **more) == want[: more.get("num")]
     if not all(found.values()):
         raise SystemExit(f"tokens on the GPU are not the CPU's: {found}")
