@@ -12,7 +12,7 @@ from ranks import is_follower
 from octavo.engine.parallel.stage_runner import StageRunner
 from octavo.models.logit_edits import LogitsProcessor
 
-SECONDS = 0.1  # that a stage takes for a step's layers
+SECONDS = 0.25  # that a stage takes for a step's layers, much more than what else a loaded machine does in a step
 
 
 def unchanged(logits: Any, history: Any, params: Any, ops: Any) -> Any:
