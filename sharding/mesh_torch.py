@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -90,6 +90,7 @@ class TorchMesh:
         self.sent: deque[tuple[Any, Tensor]] = deque()
         self.num_renewed, self.is_aborted = 0, False
         self.lock, self.aborting = threading.Lock(), list[threading.Thread]()
+        # NCCL has no such threads, and its groups may stay until the last CUDA graph with one of them is gone
         weakref.finalize(self, leave, self.lock, self.aborting, self.groups if self.device.type == "cpu" else {})
 
     def size(self, names: tuple[str, ...]) -> int:
@@ -211,12 +212,14 @@ class TorchMesh:
             except RuntimeError as error:
                 joined.set_exception(error)
 
-        threading.Thread(target=work, name="octavo-group", daemon=True).start()
-        while not joined.done():
+        thread = threading.Thread(target=work, name="octavo-group", daemon=True)
+        thread.start()
+        while thread.is_alive():
             if self.is_aborted:
                 raise RuntimeError(f"not all of {place[1]} processes joined a group of the mesh")
-            wait([joined], MEETING)
-        return joined.result()
+            thread.join(MEETING)
+        # there, whatever the thread ended with
+        return joined.result(timeout=0)
 
     def _group(self, names: tuple[str, ...]) -> Any:
         """The processes that differ from this one along these axes alone. All of them must ask for it."""

@@ -180,6 +180,23 @@ def test_who_joins_with_one_that_is_gone_can_be_told() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("error", "raised"), [(RuntimeError, RuntimeError), (TypeError, TimeoutError)])
+def test_whoever_cannot_join_hears_of_it(
+    error: type[Exception], raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: nobody waits for a thread that has ended."""
+
+    def fails(*_: Any) -> None:
+        raise error("no interface")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fails)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.PrefixStore("mesh/tp/", store).add("here", 1)  # pyright: ignore[reportPrivateImportUsage]
+    with pytest.raises(raised):
+        TorchMesh({"tp": 2}, 0, store).all_reduce(torch.zeros(1), ("tp",))
+
+
 def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's does for CUDA graphs that use it."""
     monkeypatch.setattr("octavo.sharding.mesh_torch.ABORTING", 0.1)
