@@ -3,8 +3,7 @@
     python benchmarks/startup_torch.py [--model qwen3-0.6b]
 
 Each start is a process of its own, with warmup="all" and the arguments of `octavo bench marks`; "cold" has an empty
-cache of Triton's ("cold5ms" too, with threads that switch as seldom as usual), "rehearsed" has a full one, and "warm"
-remembers what was launched too; "listed" remembers that alone. Phases exclude one another; what is between them is
+cache of Triton's, "rehearsed" has a full one, and "warm" remembers what was launched too; "listed" remembers that alone. Phases exclude one another; what is between them is
 "rest". With the sampler, what the main thread does every 5 ms is counted. Numbers go to $OUT/startup_torch.json, or
 beside this file.
 """
@@ -23,7 +22,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,7 +96,7 @@ def watch_engine(clock: Clock) -> None:
     from octavo.engine import build, runner, runners, weights_source
     from octavo.engine.backend_torch import TorchBackend
     from octavo.engine.graph_torch import GraphPool, Inputs, Program
-    from octavo.kernels_triton import remembered
+    from octavo.kernels_triton import ahead, remembered
 
     def name_of(program: Any) -> str:
         fn = program.fn.func
@@ -131,7 +129,8 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(TorchBackend, "rehearse", "rehearsal: the rest")
     clock.watch(Program, "rehearse", lambda program, *_: f"rehearsal: {name_of(program)}")
     clock.watch(remembered, "recall", "kernels recalled")
-    clock.watch(Future, "exception", "rehearsal: waiting for compilers")
+    clock.watch(subprocess.Popen, "communicate", "rehearsal: waiting for compilers")
+    clock.watch(ahead, "load", "kernels loaded")
     clock.watch(Inputs, "__init__", "inputs: places")
     clock.watch(Inputs, "fill", "inputs: filled")
     clock.watch(GraphPool, "try_out", within("op by op"))
@@ -171,10 +170,6 @@ def work(model: str, began: float, run: str, folder: str) -> dict[str, Any]:
     setattr(build, "cache_dir", lambda: Path(folder))  # noqa: B010
     if run == "rehearsed":
         shutil.rmtree(Path(folder) / "compiled" / "triton", ignore_errors=True)
-    if run == "cold5ms":
-        from octavo.kernels_triton import ahead
-
-        ahead.SWITCH = sys.getswitchinterval()
     clock.leave()
     clock.enter("put under the clock")
     watch_engine(clock)
@@ -228,10 +223,9 @@ def main() -> None:
         print(json.dumps(work(**json.loads(args.job))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        first, second, third = (f"{folder}/{name}" for name in ("first", "second", "third"))
-        found = {"cold5ms": fresh(args.model, "cold5ms", first, first)}
-        found |= {run: fresh(args.model, run, second, second) for run in ("cold", "rehearsed", "warm", "sampled")}
-        found["listed"] = fresh(args.model, "listed", third, second)
+        first, second = (f"{folder}/{name}" for name in ("first", "second"))
+        found = {run: fresh(args.model, run, first, first) for run in ("cold", "rehearsed", "warm", "sampled")}
+        found["listed"] = fresh(args.model, "listed", second, first)
     out = Path(os.environ.get("OUT") or Path(__file__).parent) / "startup_torch.json"
     out.write_text(json.dumps({args.model: found}, indent=1), encoding="utf-8")
     print_tables(found)

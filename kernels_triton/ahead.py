@@ -1,19 +1,17 @@
 """Kernels compiled side by side, before the first of them is launched.
 
 Compiling is most of a cold start, and a launch that finds no kernel waits for its own alone. Programs that run inside
-`rehearsal` launch nothing that is missing, but say what they would launch; threads compile it, holding Python's lock
-for a twentieth of the time (the rest is LLVM, ptxas and a C compiler). A kernel that is forgotten here is compiled when
-it is launched, as ever.
+`rehearsal` launch nothing that is missing, but say what they would launch; a process compiles it (compiling.py), and
+threads load it. A kernel that is forgotten here is compiled when it is launched, as ever.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +21,12 @@ from triton import knobs
 from triton.compiler import make_backend
 from triton.runtime import driver
 
+from . import compiling
 from .triton_hash import hash_triton
 
 log = logging.getLogger("octavo")
 
 EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
-SWITCH = 0.001  # seconds that a thread has Python's lock while others want it, as long as kernels are compiled
 
 
 class Zeros(TorchFunctionMode):
@@ -45,53 +43,27 @@ def know_triton() -> None:
     make_backend(driver.active.get_current_target()).hash()
 
 
-def compiled(fn: Any, specialization: str) -> Any:
-    """The kernel, and on disk what launches it: in Triton 3.6 a C module for each signature, compiled as well."""
-    kernel = fn.preload(specialization)
-    # one of its own: a launch of another thread finds a kernel either without one or with all that belongs to it
-    driver.active.launcher_cls(kernel.src, kernel.metadata)  # pyright: ignore[reportAttributeAccessIssue]
-    return kernel
-
-
-@contextmanager
-def switching(seconds: float) -> Iterator[None]:
-    """Threads give way after that long, not 5 ms: every op of torch lets go of the lock, and waits for it again."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-@contextmanager
-def compilers(device: torch.device) -> Iterator[Callable[[Any, str], None]]:
-    """Threads for the kernels that what this yields is given. All of those are there and loaded at the end."""
+def load(device: torch.device, kernels: Iterable[tuple[Any, str]]) -> None:
+    """Has threads load these functions for these specializations, and compile what is not in Triton's cache."""
     # a thread begins with the first GPU, whichever its maker uses; "cuda" alone is that one
     used = (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
-    asked: list[Future[Any]] = []
-
-    def compile(fn: Any, specialization: str) -> None:
-        # made here: of two threads that find none, one would lose its kernels
-        _ = fn.device_caches[driver.active.get_current_device()]  # pyright: ignore[reportAttributeAccessIssue]
-        asked.append(pool.submit(compiled, fn, specialization))
-
     know_triton()
-    # more of them than cores this process may use would only want Python's lock as well
+    asked = []
     cores, initializer = len(os.sched_getaffinity(0)), torch.cuda.set_device if used else None
-    with switching(SWITCH), ThreadPoolExecutor(cores, initializer=initializer, initargs=used) as pool:
-        try:
-            yield compile
-        finally:
-            for future in asked:
-                if error := future.exception():
-                    # whoever launches it gets the error; perhaps nobody does
-                    log.info("a kernel could not be compiled ahead: %s", error)
+    with ThreadPoolExecutor(cores, initializer=initializer, initargs=used) as pool:
+        for fn, specialization in kernels:
+            # made here: of two threads that find none, one would lose its kernels
+            _ = fn.device_caches[driver.active.get_current_device()]  # pyright: ignore[reportAttributeAccessIssue]
+            compiling.settle(fn)
+            asked.append(pool.submit(compiling.compiled, fn, specialization))
     for future in asked:
-        if not future.exception():
+        if error := future.exception():
+            # whoever launches it gets the error; perhaps nobody does
+            log.info("a kernel could not be compiled ahead: %s", error)
+        else:
             # asking for what launches it loads it, which a recording forbids unless it is relaxed
             _ = future.result().run
-    log.info("compiled %d kernels ahead", len(asked))
+    log.info("%d kernels are loaded ahead", len(asked))
 
 
 @contextmanager
@@ -100,23 +72,25 @@ def rehearsal(device: torch.device, told: Callable[[Any, str], None] | None = No
 
     `told` hears of each what Triton's hook said of its function, and its specialization.
     """
-    me, seen = threading.get_ident(), set[tuple[str, str]]()
+    me, wanted = threading.get_ident(), dict[tuple[str, str], tuple[Any, str]]()
 
     def missing(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
         """Triton asks before it compiles; True: it neither compiles nor launches."""
         if threading.get_ident() != me:
             return False
-        if (fn.name, key) not in seen:
-            seen.add((fn.name, key))
-            ask(fn.jit_function, compile["specialization_data"])
+        if (fn.name, key) not in wanted:
+            wanted[fn.name, key] = fn.jit_function, compile["specialization_data"]
+            ask(fn.module, fn.name, compile["specialization_data"])
             if told:
                 told(fn, compile["specialization_data"])
         return True
 
-    with compilers(device) as ask:
+    know_triton()
+    with compiling.process(driver.active.get_current_target()) as ask:
         before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, missing
         try:
             with Zeros():
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
+    load(device, wanted.values())

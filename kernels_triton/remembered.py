@@ -22,7 +22,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from .ahead import compilers
+from .ahead import load
 
 log = logging.getLogger("octavo")
 
@@ -76,9 +76,7 @@ def recall(path: Path, device: torch.device) -> bool:
     found = [(kernel.function(), kernel.specialization) for kernel in kernels]
     if not found or any(fn is None for fn, _ in found):
         return False
-    with compilers(device) as compile:
-        for fn, specialization in found:
-            compile(fn, specialization)
+    load(device, found)
     return True
 
 

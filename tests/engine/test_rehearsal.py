@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ import pytest
 import torch
 from recorder import graphs_on_a_cpu
 from tiny import EIGHT_HEADS, GREEDY, PROMPTS, spec_of, tokens, weights_of
+from triton.backends.compiler import GPUTarget
 
 from octavo.engine import LLM
 from octavo.engine.backend_torch import TorchBackend
@@ -25,7 +28,7 @@ from octavo.engine.graph_torch import arrays_of, describe
 from octavo.engine.parallel.pipeline import Stage
 from octavo.engine.runner import Runner
 from octavo.engine.warm_up import rehearsal
-from octavo.kernels_triton import ahead, remembered
+from octavo.kernels_triton import ahead, compiling, remembered
 from octavo.kernels_triton.products import Packed
 from octavo.models import qwen3_moe
 from octavo.models.interface import Mixture, ModelSpec, Routing
@@ -102,18 +105,42 @@ def test_missing_kernels_are_compiled_and_not_launched() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     first, then = done.stdout.split("rehearsed\n")
     kernels = ["norm_kernel", "qk_norm_kernel"]
-    # threads end in any order
-    assert first.splitlines()[0] == "zeros True" and sorted(first.splitlines()[1:]) == [
-        f"compiled {n}" for n in kernels
-    ]
+    # made by a process; threads find them in any order
+    found = [f"found {n}" for n in kernels]
+    assert first.splitlines()[0] == "zeros True" and sorted(first.splitlines()[1:]) == found
     then, recalled = then.split("remembered ")
     known, larger = then.split("larger\n")
     assert known.splitlines() == [f"launched {n}" for n in (kernels[0], *kernels)]
-    assert larger.splitlines() == ["compiled norm_kernel", "launched norm_kernel"]
+    assert larger.splitlines() == ["made norm_kernel", "launched norm_kernel"]
     lines = recalled.splitlines()
-    assert lines[0] == "False" and sorted(lines[1:3]) == [f"compiled {n}" for n in kernels] and lines[3] == "True"
+    assert lines[0] == "False" and sorted(lines[1:3]) == found and lines[3] == "True"
     assert lines[4:7] == known.splitlines()
-    assert lines[7:] == [*larger.splitlines(), "missed norm_kernel", "changed False"]
+    assert lines[7:] == ["found norm_kernel", "launched norm_kernel", "missed norm_kernel", "changed False"]
+
+
+def test_modules_of_kernels_want_nothing_of_torch() -> None:
+    """The process that compiles imports them with an empty module in torch's place."""
+    package = Path(compiling.__file__).parent
+    modules = [p.stem for p in sorted(package.glob("*.py")) if re.search(r"^@(triton|gluon)\.jit", p.read_text(), re.M)]
+    assert "fused" in modules and "hopper_kernels" in modules
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; from importlib import import_module as load; "
+        f"load('octavo.kernels_triton.compiling').without_torch(); "
+        f"[load('octavo.kernels_triton.' + m) for m in {modules}]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_process_that_ends_early_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was asked for; the kernels are made where they are loaded."""
+    monkeypatch.setattr(compiling, "CODE", "raise SystemExit(3)")
+    with compiling.process(GPUTarget("cuda", 90, 32)) as ask:
+        for _ in range(100):
+            ask("m", "f", "x" * 4096)
+            time.sleep(0.01)
+    assert "ended with 3" in caplog.text
 
 
 class Rehearsed:
@@ -195,11 +222,3 @@ def test_nothing_is_collected_while_programs_are_made(monkeypatch: pytest.Monkey
               max_num_batched_tokens=32, num_gpu_blocks_override=10, warmup="lazy", threads=1)  # fmt: skip
     assert llm.runner.warm_up() > 0
     assert seen == [False] and gc.isenabled()
-
-
-def test_threads_switch_as_before_once_kernels_are_there() -> None:
-    before = sys.getswitchinterval()
-    with pytest.raises(KeyError), ahead.switching(0.001):
-        assert sys.getswitchinterval() == pytest.approx(0.001)
-        raise KeyError
-    assert sys.getswitchinterval() == before

@@ -1,4 +1,4 @@
-"""Rehearses small ops for a GPU that is not there, then calls them: prints what was compiled and launched, and when."""
+"""Rehearses small ops for a GPU that is not there, then calls them: prints what was made here, found, and launched."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class NoDevice:
         return lambda *args: print("launched", metadata.name)
 
 
-def compiled(*, fn: Any, **_: Any) -> None:
+def compiled(*, src: Any, cache_hit: bool, **_: Any) -> None:
     # at once: threads say it
-    sys.stdout.write(f"compiled {fn.name.rpartition('.')[2]}\n")
+    sys.stdout.write(f"{'found' if cache_hit else 'made'} {src.name}\n")
 
 
 def ops() -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ def ops() -> list[torch.Tensor]:
 
 def main() -> None:
     driver.set_active(NoDevice())
-    knobs.runtime.jit_post_compile_hook = compiled
+    knobs.compilation.listener = compiled
     known: list[Kernel] = []
     with rehearsal(torch.device("cpu"), lambda fn, about: known.append(Kernel.of(fn, about))):
         print("zeros", all(not x.any() for x in ops()))
