@@ -3,9 +3,9 @@
     python benchmarks/startup_torch.py [--model qwen3-0.6b]
 
 Each start is a process of its own, with warmup="all" and the arguments of `octavo bench marks`; "cold" has an empty
-cache of Triton's, "rehearsed" has a full one, and "warm" remembers what was launched too; "listed" remembers that alone. Phases exclude one another; what is between them is
-"rest". With the sampler, what the main thread does every 5 ms is counted. Numbers go to $OUT/startup_torch.json, or
-beside this file.
+cache of Triton's, "rehearsed" has a full one, and "warm" remembers what was launched too; "listed" remembers that
+alone. Phases exclude one another; what is between them is "rest". With the sampler, what the main thread does every
+5 ms is counted. Numbers go to $OUT/startup_torch.json, or beside this file.
 """
 
 from __future__ import annotations
