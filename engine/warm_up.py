@@ -114,9 +114,13 @@ def admissions(runner: Runner) -> Iterator[Call]:
 
 
 def forwards(runner: Runner) -> Iterator[Call]:
-    """Decode steps, alone and joined, and mixed ones; each also with shared prefixes where steps may have some."""
+    """Mixed steps and decode steps, alone and joined; each also with shared prefixes where steps may have some."""
     shapes, model = runner.shapes, (runner.weights, runner.cache)
     for width in shapes.widths:
+        # first what takes longest to compile
+        for n in shapes.tokens:
+            for inputs in with_extra(padding(runner, runner.scratch, n, False, width), runner.model):
+                yield _tapped(runner, inputs)
         for n in shapes.seqs:
             yield _tapped(runner, padding(runner, n, n, True, width))
         for n in shapes.joined:
@@ -126,9 +130,6 @@ def forwards(runner: Runner) -> Iterator[Call]:
         for n in shapes.shared:
             inputs = replace(padding(runner, n, n, True, width), shared=_no_prefixes(runner, n))
             yield _tapped(runner, inputs)
-        for n in shapes.tokens:
-            for inputs in with_extra(padding(runner, runner.scratch, n, False, width), runner.model):
-                yield _tapped(runner, inputs)
         for n in shapes.shared_tokens:
             shared = _no_prefixes(runner, runner.scratch)
             yield _tapped(runner, replace(padding(runner, runner.scratch, n, False, width), shared=shared))
