@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .apart_kernels import attend_apart, capped
 from .arrivals import is_last
 from .early import take_turn
 from .narrow_kernels import attend_pairs
@@ -19,6 +20,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # a peak before any key. Finite, so that a hidden score, which is -inf, weighs 0 beside it: where both were large
 # numbers, a fused multiply-add left their rounding error (1e23) as an exponent
 NEVER = tl.constexpr(-1.0e30)
+# a split has a multiple of so many keys: whole tiles of any kernel's
+WHOLE = tl.constexpr(64)
 # steps of putting splits together whose parts are on their way or being added
 ON_THEIR_WAY = tl.constexpr(5)
 
@@ -117,10 +120,7 @@ def score(q_MD, k_ND, of_N, scale, CAP: tl.constexpr, SCALED: tl.constexpr, PREC
     s = tl.dot(q_MD, tl.trans(widened(k_ND, q_MD.dtype)), input_precision=PRECISION)
     if SCALED:
         s *= of_N[None, :]
-    if CAP > 0:
-        # cap * tanh(s / cap), tanh(x) being 1 - 2 / (exp(2 x) + 1)
-        s = CAP * LOG2E * (1 - 2 / (tl.exp2(s * (scale * 2 * LOG2E / CAP)) + 1))
-    return s
+    return capped(s, scale, CAP)
 
 
 @triton.jit
@@ -183,45 +183,54 @@ def decode(
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, ORDERED: tl.constexpr, WITHIN: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token this step. Program (kv head, sequence, split); splits leave unnormalised partial sums.
 
     A split without keys leaves nothing. The step's tokens of nobody become zero. SHARED: a sequence's first
     prefixes[s] keys are read elsewhere (shared_prefix.py), and of its num_parts parts only the first are made here.
-    NARROW: the cache holds codes of 8 bits. ORDERED: programs take the sequences in this order.
-    WITHIN: the last split of a head to arrive, of those that have keys, puts them together, C at a time.
+    NARROW: the cache holds codes of 8 bits. APART: each of two warps has keys of its own. ORDERED: programs take the
+    sequences in this order. WITHIN: the last split of a head to arrive, of those that have keys, puts them together,
+    C at a time.
     """
     take_turn(EARLY)
     h, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:
         s = tl.load(order + s)
-    start = tl.load(starts + s)
+    # asked for together, before anything waits: a program begins with a chain of loads
+    start, end, length = tl.load(starts + s), tl.load(starts + s + 1), tl.load(lengths + s)
     m, d, e, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, N)
-    own_M = m < G
+    own_M, t = m < G, start.to(tl.int64)
+    q_at = q + t * Q_T + h * Q_K
+    if not NARROW:
+        there_MD = (own_M & (end - start == 1))[:, None] & (d < D)[None, :]
+        q_MD = tl.load(q_at + m[:, None] * Q_G + d[None, :], mask=there_MD, other=0.0)
     for i in range(tl.load(starts + num_seqs) + s, num_tokens, num_seqs):
         at_MV = out + ((i * K + h) * G + m)[:, None] * V + e[None, :]
         tl.store(at_MV, tl.zeros([M, VP], out.dtype.element_ty), mask=(own_M & (z == 0))[:, None] & (e < V)[None, :])
-    length, t = tl.load(lengths + s), start.to(tl.int64)
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     low = tl.load(prefixes + s) if SHARED else low
-    first, each = share(length, low, tl.num_programs(2), N, LEAST)
+    first, each = share(length, low, tl.num_programs(2), WHOLE, LEAST)
     lo = first + z * each
     hi = tl.minimum(lo + each, length)
-    if (tl.load(starts + s + 1) - start == 1) & (lo < hi):
+    if (end - start == 1) & (lo < hi):
         peak_M, sum_M = tl.full([M], NEVER, tl.float32), tl.zeros([M], tl.float32)
         if SINKS and z == 0:
             peak_M = tl.load(sinks + h * G + m, mask=own_M, other=0.0).to(tl.float32) * LOG2E
             sum_M = tl.full([M], 1.0, tl.float32)
-        table, q_at = tables + s * table_s, q + t * Q_T + h * Q_K
+        table = tables + s * table_s
         if NARROW:
             acc_MV, peak_M, sum_M = attend_pairs(
                 peak_M, sum_M, q_at, own_M, k + h * K_K, v + h * V_K, k_scale + h * (K_K // D),
                 v_scale + h * (V_K // V), table, lo, hi, low, scale, factor,
                 Q_G, K_N, K_P, V_N, V_P, D, V, P, CAP, M, N, DP, VP, FAR, PRECISION, SCALED,
             )  # fmt: skip
+        elif APART:
+            acc_MV, peak_M, sum_M = attend_apart(
+                peak_M, sum_M, q_MD, k + h * K_K, v + h * V_K, table, lo, hi, low, scale, factor,
+                K_N, K_P, V_N, V_P, D, V, P, CAP, M, N // 2, DP, VP, FAR, PRECISION,
+            )  # fmt: skip
         else:
-            q_MD = tl.load(q_at + m[:, None] * Q_G + d[None, :], mask=own_M[:, None] & (d < D)[None, :], other=0.0)
             acc_MV = tl.zeros([M, VP], tl.float32)
             for j in range(lo, hi, N):
                 at_N = j + n
@@ -265,7 +274,7 @@ def decode(
 def reduce(
     parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
     HEADS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, Z: tl.constexpr,
-    WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The splits of decode, and SHARED those of a shared prefix behind them, put together. Program (head, sequence).
 
@@ -276,12 +285,12 @@ def reduce(
     start, length = tl.load(starts + s), tl.load(lengths + s)
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     low = tl.load(prefixes + s) if SHARED else low
-    first, each = share(length, low, splits, N, LEAST)
+    first, each = share(length, low, splits, WHOLE, LEAST)
     if (tl.load(starts + s + 1) - start == 1) & ((low > 0) | (splits > 1) | (not SHARED)):
         z, e = tl.arange(0, Z), tl.arange(0, VP)
         row_Z, there_Z = (s.to(tl.int64) * HEADS + h) * num_parts + z, (z < splits) & (first + z * each < length)
         if SHARED:
-            _, wide = share(low, 0, num_parts - splits, N, LEAST)
+            _, wide = share(low, 0, num_parts - splits, WHOLE, LEAST)
             there_Z = there_Z | ((z >= splits) & (z < num_parts) & ((z - splits) * wide < low))
         peak_Z = tl.load(peaks + row_Z, mask=there_Z, other=NEVER)
         weight_Z = tl.exp2(peak_Z - tl.max(peak_Z, 0))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_kernels import NEVER, attend_tiles, share
+from .attention_kernels import NEVER, WHOLE, attend_tiles, share
 from .sizes import next_power_of_2
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ def prefix(
     """Program (kv head, M rows of a tile, split). Parts from num_splits on are made here, of a tile's members alone."""
     h, z = tl.program_id(0), tl.program_id(2)
     w, first = tl.program_id(1) * M // (C * GP), tl.program_id(1) * (M // GP) % C
-    _, each = share(tl.load(lengths + w), 0, tl.num_programs(2), N, LEAST)
+    _, each = share(tl.load(lengths + w), 0, tl.num_programs(2), WHOLE, LEAST)
     lo = z * each
     hi = tl.minimum(lo + each, tl.load(lengths + w))
     m, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, VP)

@@ -35,6 +35,7 @@ class Tiling(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    apart: bool = False  # whether each of two warps has keys of its own
 
 
 class Tiles(NamedTuple):
@@ -86,7 +87,8 @@ def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
         return Tiling(rows, 32, 4, 2)
     keys = 64 if widest <= 128 else 32
     if cache == dtype:
-        return Tiling(rows, keys, 4, 3)
+        # where registers hold the values once a warp: two tiles on their way
+        return Tiling(rows, 32, 2, 5, apart=True) if rows == 16 and widest <= 128 else Tiling(rows, keys, 4, 3)
     # codes of 8 bits: half the bytes, so half the warps to a tile, and two of them on their way
     return Tiling(rows, keys, 2, 5) if rows < 64 else Tiling(rows, 32, 4, 5)
 
@@ -201,7 +203,7 @@ def launch_decode(
     """The rows of one token, and the padding."""
     tables, tiling = step.block_tables_SB, decode_tiling(spec, q.dtype, k.dtype)
     (num_seqs, blocks), (heads, group) = tables.shape, q.shape[1:3]
-    keys = min(blocks * constants["P"], (spec.window or 1 << 30) + tiling.keys)
+    keys = min(blocks * constants["P"], (spec.window or 1 << 30) + kernels.WHOLE.value)
     shared, wide = step.shared, next_power_of_2(group)
     within = shared is None and sums_within(num_seqs * heads, q.device)
     least = least_keys(num_seqs * heads, within, q.device)
@@ -224,22 +226,23 @@ def launch_decode(
         tables.stride(0), num_seqs, len(q), num_parts,
         **constants, **again, **early(q.device, heads * num_seqs * splits),
         SINKS=sinks is not None, SPLIT=num_parts > 1, M=tiling.rows, N=tiling.keys,
-        NARROW=k.dtype != q.dtype, ORDERED=ordered, WITHIN=within, GP=wide,
+        NARROW=k.dtype != q.dtype, APART=tiling.apart, ORDERED=ordered, WITHIN=within, GP=wide,
         C=min(4, max(1, AT_ONCE // (wide * constants["VP"]))),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if shared is not None:
-        rows = min(prefill_tiling(spec, q.dtype).rows, shared.members_WC.shape[1] * next_power_of_2(group))
+        of_prefill = prefill_tiling(spec, q.dtype)
+        rows = min(of_prefill.rows, shared.members_WC.shape[1] * next_power_of_2(group))
         shared_prefix.launch(
             q, k, v, step, parts, peaks, sums, splits, num_parts, spec.scale, factor_of(spec), constants,
-            Tiling(rows, tiling.keys, 4, prefill_tiling(spec, q.dtype).num_stages), least,
+            Tiling(rows, of_prefill.keys, 4, of_prefill.num_stages), least,
         )  # fmt: skip
     if num_parts > 1 and not within:
         kernels.reduce[(heads * group, num_seqs)](
             parts, peaks, sums, lengths, starts, prefixes, out, splits, num_parts,
             HEADS=heads * group, V=spec.v_dim, VP=constants["VP"],
             Z=MAX_SPLITS if shared is None else shared_prefix.MAX_PARTS,
-            WINDOW=constants["WINDOW"], N=tiling.keys, **again, num_warps=4,
+            WINDOW=constants["WINDOW"], **again, num_warps=4,
             **early(q.device, heads * group * num_seqs),
         )  # fmt: skip
 

@@ -70,10 +70,11 @@ SHARES = 4  # of a long table of cases, so that processes share its compiling
 def test_triton_attention_equals_float64(dtype: str, near: float, turn: int, share: int) -> None:
     """Over the shared cases and the kernels' own, compiled; the orders of a cache take turns."""
     from kernels.test_attention import CASES, ORDERS, attend, expected, make_batch
+    from kernels.test_triton_kernels import APART
     from kernels.test_triton_kernels import CASES as MORE
 
     backend = get_backend("torch", {"device": "cuda", "dtype": dtype, "attention": "triton", "eager": True})
-    for i, case in list(enumerate((*CASES, *MORE)))[share::SHARES]:
+    for i, case in list(enumerate((*CASES, *MORE, *APART)))[share::SHARES]:
         batch, order = make_batch(case), ORDERS[(i // SHARES + turn) % 2]
         out, want = attend(backend, batch, order).astype(np.float64), expected(batch)
         np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=near, err_msg=f"{case.name} {order}")

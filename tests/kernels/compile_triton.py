@@ -59,7 +59,7 @@ ATTENTION = (
     DIMS
     | STRIDES
     | {"FAR": False, "P": 16, "WINDOW": 0, "CAP": 0.0, "SINKS": False, "DP": 128, "PRECISION": "tf32"}
-    | {"SCALED": False, "NARROW": False}
+    | {"SCALED": False, "NARROW": False, "APART": False}
 )
 
 
@@ -126,16 +126,20 @@ def main() -> None:
         tile = triton_attention.decode_tiling(spec, q.dtype, cache)
         constants = triton_attention.common(q, k, k, "n p k d", spec, (q, q))
         constants = {a: x for a, x in constants.items() if x is not q} | apart | {"M": tile.rows, "N": tile.keys}
-        constants |= {"NARROW": True, "SINKS": False, "SPLIT": False, "SHARED": False, "LEAST": 128}
+        constants |= {"NARROW": True, "APART": False, "SINKS": False, "SPLIT": False, "SHARED": False, "LEAST": 128}
         kind = f"*{name.split('-')[0]}"
         compile(f"decode-{name}", attention_kernels.decode, constants, tile.num_warps, tile.num_stages, kind)
     tile = triton_attention.decode_tiling(SPEC, torch.bfloat16, torch.bfloat16)
     least = {"LEAST": triton_attention.LEAST_APART}
     for name, split, shared in (("decode", False, False), ("decode-split", True, False), ("decode-shared", True, True)):
         constants = ATTENTION | least | {"SPLIT": split, "M": tile.rows, "N": tile.keys, "SHARED": shared}
-        constants |= {"ORDERED": not split, "WITHIN": split and not shared, "GP": 4, "C": 4}
+        constants |= {"ORDERED": not split, "WITHIN": split and not shared, "GP": 4, "C": 4, "APART": tile.apart}
         compile(name, attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
-    rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0, "N": tile.keys} | least
+    tile = triton_attention.decode_tiling(AttentionSpec(8, 4, 256, 256, 0.1), torch.bfloat16, torch.bfloat16)
+    constants = ATTENTION | least | apart | dict.fromkeys(("D", "V", "DP", "VP"), 256)
+    constants |= {"SPLIT": False, "SHARED": False, "M": tile.rows, "N": tile.keys}
+    compile("decode-256", attention_kernels.decode, constants, tile.num_warps, tile.num_stages)
+    rows = {"HEADS": 32, "V": 128, "VP": 128, "WINDOW": 0} | least
     for name, shared in (("reduce", False), ("reduce-shared", True)):
         most = shared_prefix.MAX_PARTS if shared else triton_attention.MAX_SPLITS
         compile(name, attention_kernels.reduce, rows | {"Z": most, "SHARED": shared})

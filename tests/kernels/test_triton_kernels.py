@@ -64,10 +64,53 @@ def test_long_sequences_go_first_in_a_large_launch(counts: tuple[int, ...], monk
     np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
 
 
+APART = (
+    replace(DECODE, name="blocks-of-8"),
+    replace(DECODE, name="blocks-of-24", block_size=24, padding=40),
+    replace(DECODE, name="window-sinks-cap", computed=(900, 5, 300), counts=(1,) * 3, window=300, sinks=True,
+            softcap=5.0, kv_heads=1, block_size=16),
+    replace(DECODE, name="heads-of-80", computed=(30, 31, 32, 33), counts=(1,) * 4, k_dim=80, v_dim=80, block_size=32),
+    replace(MIXED, name="mixed", k_dim=128, v_dim=128, block_size=16, group_size=4, kv_heads=1, padding=70),
+    replace(SHARED[0], name="prefixes"),
+    replace(SHARED[-1], name="long-prefixes"),
+)  # fmt: skip
+
+
+def set_apart(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode as in 16 bits, in which Triton's interpreter multiplies wrongly."""
+    tiling = triton_attention.Tiling(16, keys, 2, 5, apart=True)
+    monkeypatch.setattr(triton_attention, "decode_tiling", lambda spec, dtype, cache: tiling)
+
+
+@pytest.mark.parametrize("keys", [32, 64])
+@pytest.mark.parametrize("case", APART, ids=lambda c: c.name)
+def test_warps_have_keys_of_their_own(case: Ragged, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_apart(keys, monkeypatch)
+    batch = make_batch(case)
+    out, want = attend(backend_of("torch", "triton"), batch, "n k p d"), expected(batch)
+    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=tolerance("float32", "attention"))
+    assert not out[len(want) :].any()
+
+
+def test_which_decode_has_warps_with_keys_of_their_own() -> None:
+    """16 bits, as far as registers hold the values of a group once a warp."""
+    half, single, codes = torch.bfloat16, torch.float32, torch.int8
+
+    def apart(group: int, dim: int, dtype: torch.dtype = half, cache: torch.dtype = half) -> bool:
+        return triton_attention.decode_tiling(AttentionSpec(2, group, dim, dim, 0.1), dtype, cache).apart
+
+    assert apart(1, 16) and apart(16, 128) and apart(4, 128, torch.float16, torch.float16)
+    assert not (apart(17, 128) or apart(4, 192) or apart(4, 128, single, single) or apart(4, 128, half, codes))
+
+
 SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 1, 1), k_dim=64, v_dim=64)
 
 
-@pytest.mark.parametrize(("within", "at_once"), [(True, 1), (True, 2048), (False, 1)], ids=["within", "by-4", "apart"])
+@pytest.mark.parametrize(
+    ("within", "at_once", "warps"),
+    [(True, 1, False), (True, 2048, False), (False, 1, False), (True, 2048, True)],
+    ids=["within", "by-4", "apart", "by-4-warps-apart"],
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -79,12 +122,16 @@ SPLIT = replace(DECODE, computed=(700, 0, 63, 64, 65, 330), counts=(1, 1, 1, 0, 
     ],
     ids=lambda c: c.name,
 )
-def test_splits_are_put_together(case: Ragged, within: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_put_together(
+    case: Ragged, within: bool, at_once: int, warps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the last to arrive, or apart; of some sequences all, of others one, a few at a time. Twice the same bits."""
     for name, value in (("LEAST_KEYS", 32), ("LEAST_APART", 32), ("AT_ONCE", at_once)):
         monkeypatch.setattr(triton_attention, name, value)
     monkeypatch.setattr(triton_attention, "sums_within", lambda programs, device: within)
     monkeypatch.setattr(triton_attention, "num_processors", lambda device: 32)
+    if warps:
+        set_apart(32, monkeypatch)
     batch = make_batch(case)
     out, again = (attend(backend_of("torch", "triton"), batch, "n p k d") for _ in range(2))
     want = expected(batch)
@@ -273,6 +320,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     sizes = dict(line.split() for line in done.stdout.splitlines())
     assert set(sizes) == {
         "decode",
+        "decode-256",
         "decode-split",
         "decode-shared",
         "reduce",
