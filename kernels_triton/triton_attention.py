@@ -87,8 +87,8 @@ def decode_tiling(spec: Any, dtype: torch.dtype, cache: torch.dtype) -> Tiling:
         return Tiling(rows, 32, 4, 2)
     keys = 64 if widest <= 128 else 32
     if cache == dtype:
-        # where registers hold the values once a warp: two tiles on their way
-        return Tiling(rows, 32, 2, 5, apart=True) if rows == 16 and widest <= 128 else Tiling(rows, keys, 4, 3)
+        # where registers hold the values once a warp: three tiles on their way
+        return Tiling(rows, 32, 2, 7, apart=True) if rows == 16 and widest <= 128 else Tiling(rows, keys, 4, 3)
     # codes of 8 bits: half the bytes, so half the warps to a tile, and two of them on their way
     return Tiling(rows, keys, 2, 5) if rows < 64 else Tiling(rows, 32, 4, 5)
 
