@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .block_manager import BlockManager
@@ -120,6 +121,22 @@ def check_room(r: Request, max_model_len: int, blocks: BlockManager) -> None:
 def longest(r: Request, max_model_len: int) -> int:
     """Tokens, prompt and output, at which a request ends by length."""
     return max_model_len if r.max_tokens is None else min(len(r.prompt) + r.max_tokens, max_model_len)
+
+
+def queue_order(families: Sequence[Sequence[Request]], seats: int, max_model_len: int) -> list[int]:
+    """The order in which prompts are queued that come at once, from somebody who waits for all of them.
+
+    As they came; but of more than there are seats, the last that fill those go longest first, by what they may make at
+    most. So the seats run empty at about the same time, where some would work on beside ever fewer others.
+    """
+    first = len(families)
+    while first and seats > 0:
+        first -= 1
+        seats -= len(families[first])
+    if not first:
+        return list(range(len(families)))
+    most = [longest(family[0], max_model_len) - len(family[0].prompt) for family in families]
+    return [*range(first), *sorted(range(first, len(families)), key=lambda i: -most[i])]
 
 
 def busy_step(config: SchedulerConfig, most: int, ours: list[int], theirs: int, held: int) -> tuple[int, int]:

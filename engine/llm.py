@@ -19,6 +19,7 @@ from .config import engine_config
 from .edits import edits_of
 from .engine_stats import EngineStats, stats_of
 from .errors import QueueFullError
+from .limits import queue_order
 from .logprob_params import sibling_params, wanted_of
 from .metrics import EngineMetrics
 from .metrics_export import Exporter, Metric, engine_exporter
@@ -105,8 +106,9 @@ class LLM(Sleeps):
         """One RequestOutput a prompt, in order.
 
         A prompt is a string, a list or array of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. All requests
-        are checked before the first runs. What ends by a fault of its own (a wrong grammar), or by a step of another
-        thread's call that fails, has finish_reason "error" and what was made until then.
+        are checked before the first runs; of more than there are seats, the last that fill those start longest first.
+        What ends by a fault of its own (a wrong grammar), or by a step of another thread's call that fails, has
+        finish_reason "error" and what was made until then.
         """
         prompts = self.tokenizer_pool.tokenized(list_of_prompts(prompts))
         params = list_of_params(self._or_default(sampling_params), len(prompts))
@@ -119,7 +121,10 @@ class LLM(Sleeps):
         with Paused() as pause:
             members = [self._members(name, prompt, p, first) for name, prompt, p, first in each]
             try:
-                families = [self._admit(*each) for each in zip(names, members, prompts, strict=True)]
+                seats = sum(r.scheduler.limits.max_num_seqs for r in self.replicas)
+                order = queue_order(members, seats, self.scheduler.config.max_model_len)
+                queued = {i: self._admit(names[i], members[i], prompts[i]) for i in order}
+                families = [queued[i] for i in range(len(prompts))]
                 self._run(families, use_tqdm, pause)
                 with self.lock:
                     return [self.processor.output(family) for family in families]

@@ -44,6 +44,19 @@ def test_one_set_of_params_a_prompt(backend: str) -> None:
     assert [len(t) for t in tokens(llm, PROMPTS, params)] == [i + 1 for i in range(len(PROMPTS))]
 
 
+def test_the_last_of_more_prompts_than_seats_start_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are seats; outputs come in the order of the prompts, each with its own tokens."""
+    llm, most, queued = engine(max_num_seqs=3), [2, 1, 3, 2, 5], []
+    add = llm.scheduler.add
+    monkeypatch.setattr(llm.scheduler, "add", lambda r: (queued.append(r.max_tokens), add(r)))
+    params = [replace(GREEDY, max_tokens=n, ignore_eos=True) for n in most]
+    outputs = llm.generate(PROMPTS[:5], params, use_tqdm=False)
+    assert queued == [2, 1, 5, 3, 2]
+    alone = [llm.generate(p, n, use_tqdm=False)[0] for p, n in zip(PROMPTS, params)]
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+    assert [len(o.outputs[0].token_ids) for o in outputs] == most
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "synchronous"])
 @pytest.mark.parametrize("blocks", [120, 14], ids=["roomy", "tight"])
 def test_n_samples_are_those_of_n_requests(backend: str, overlap: bool, blocks: int) -> None:

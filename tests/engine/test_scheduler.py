@@ -7,7 +7,7 @@ import logging
 import pytest
 from scheduler_world import add, make_request, make_scheduler, planned, run, step
 
-from octavo.engine.limits import SchedulerConfig, busy_step
+from octavo.engine.limits import SchedulerConfig, busy_step, queue_order
 from octavo.engine.plan import Reason
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.scheduler import Scheduler
@@ -127,6 +127,23 @@ def test_decodes_go_before_prefills_or_after():
         plans[order] = [step(s) for _ in range(3)]
     assert plans["decode_first"] == [{"old": 1, "new": 5}] * 3
     assert plans["prefill_first"] == [{"new": 6}, {"new": 6}, {"new": 5, "old": 1}]
+
+
+@pytest.mark.parametrize(
+    "seats, n, most, order",
+    [
+        (2, 1, (1, 9, 2, 3), [0, 1, 3, 2]),
+        (4, 1, (1, 9, 2, 3), [0, 1, 2, 3]),
+        (9, 1, (1, 9, 2, 3), [0, 1, 2, 3]),
+        (3, 2, (4, 1, 2, 5), [0, 1, 3, 2]),
+        (3, 1, (1, 10, 30, 11), [0, 1, 2, 3]),
+        (3, 1, (1, None, 3, 10), [0, 1, 3, 2]),
+    ],
+    ids=["two-seats", "all-have-one", "more-seats", "families", "beyond-the-length", "no-limit"],
+)
+def test_prompts_are_queued_so_that_seats_run_empty_together(seats, n, most, order):
+    families = [[make_request(f"{i}-{j}", [1, 2], m) for j in range(n)] for i, m in enumerate(most)]
+    assert queue_order(families, seats, 12) == order
 
 
 def test_busy_steps_are_cut_down_to_full_ones():
