@@ -6,6 +6,7 @@ others, several of which may live in one process (decision 025).
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
@@ -14,11 +15,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .gloo_torch import Messenger, break_off, wait
 from .rules import place_of
 
 Tensor = torch.Tensor
@@ -26,6 +29,8 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # of an array: its shape, and of wha
 TIMEOUT = 120.0  # seconds that a collective waits for a rank that is alive and does not come
 MEETING = 0.001  # seconds between looks at who has come
 ABORTING = 2.0  # seconds that breaking off what is under way may take
+LEAVING = threading.RLock()  # held by who lets go of a mesh's groups, and from the interpreter's end on
+atexit.register(LEAVING.acquire, timeout=2 * ABORTING)
 
 
 def packed(arrays: Sequence[Tensor]) -> Tensor:
@@ -53,14 +58,17 @@ def join_soon(threads: Sequence[threading.Thread]) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def leave(lock: threading.Lock, aborting: Sequence[threading.Thread], groups: dict[tuple[str, ...], Any]) -> None:
+def leave(
+    lock: threading.Lock, aborting: Sequence[threading.Thread], groups: dict[tuple[str, ...], Any], messenger: Messenger
+) -> None:
     """Lets go of a mesh's groups, at the interpreter's end at the latest.
 
     A thread in torch's C++ that takes the interpreter's lock once the interpreter is gone ends the process with
-    SIGABRT: one that aborts a group does when it is done, gloo's do to let go of an array. Dropping a group waits for
-    the latter.
+    SIGABRT: one that breaks off a group does when it is done, gloo's do to let go of an array, and so does whoever
+    dropped the mesh, if it is not the main thread. Dropping a group waits for gloo's.
     """
-    with lock:
+    with LEAVING, lock:
+        messenger.close()
         join_soon(aborting)
         groups.clear()
 
@@ -89,9 +97,10 @@ class TorchMesh:
         # arrays on their way: they must live until they are there
         self.sent: deque[tuple[Any, Tensor]] = deque()
         self.num_renewed, self.is_aborted = 0, False
-        self.lock, self.aborting = threading.Lock(), list[threading.Thread]()
+        self.lock, self.aborting, self.messenger = threading.Lock(), list[threading.Thread](), Messenger()
         # NCCL has no such threads, and its groups may stay until the last CUDA graph with one of them is gone
-        weakref.finalize(self, leave, self.lock, self.aborting, self.groups if self.device.type == "cpu" else {})
+        groups = self.groups if self.device.type == "cpu" else {}
+        weakref.finalize(self, leave, self.lock, self.aborting, groups, self.messenger)
 
     def size(self, names: tuple[str, ...]) -> int:
         """How many processes these axes have together."""
@@ -109,7 +118,7 @@ class TorchMesh:
         x = x.contiguous()
         if self.size(names) > 1:
             self._note("all-reduce", names, x)
-            self._group(names).allreduce([x]).wait()
+            self._wait(self._group(names).allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor, names: tuple[str, ...], dim: int) -> Tensor:
@@ -118,7 +127,7 @@ class TorchMesh:
             return x
         x = x.contiguous()
         stacked = x.new_empty((self.size(names) * x.shape[0], *x.shape[1:]))
-        self._group(names)._allgather_base(stacked, x).wait()
+        self._wait(self._group(names)._allgather_base(stacked, x))
         whole = torch.cat(stacked.split(x.shape[0]), dim) if dim else stacked
         self._note("all-gather", names, whole)
         return whole
@@ -128,7 +137,7 @@ class TorchMesh:
         if self.size(names) == 1:
             return x
         own = x.new_empty((x.shape[0] // self.size(names), *x.shape[1:]))
-        self._group(names)._reduce_scatter_base(own, x.contiguous()).wait()
+        self._wait(self._group(names)._reduce_scatter_base(own, x.contiguous()))
         self._note("reduce-scatter", names, own)
         return own
 
@@ -141,7 +150,7 @@ class TorchMesh:
         self._note("send", (name,), x)
         self.sent.append((self._group((name,)).send([x], self.place[name] + 1, 0), x))
         if len(self.sent) > self.shape[name]:
-            self.sent.popleft()[0].wait()
+            self._wait(self.sent.popleft()[0], is_message=True)
 
     def receive(self, x: Tensor, name: str, along: Sequence[tuple[tuple[int, ...], str | None]] = ()) -> list[Tensor]:
         """Fills x with what the process before this one along an axis has sent. Returns what came along with it.
@@ -150,7 +159,7 @@ class TorchMesh:
         """
         kinds = [(tuple(x.shape), x.dtype), *((shape, getattr(torch, d) if d else x.dtype) for shape, d in along)]
         message = x.new_empty(sum(map(num_bytes, kinds)), dtype=torch.uint8) if along else x
-        self._group((name,)).recv([message], self.place[name] - 1, 0).wait()
+        self._wait(self._group((name,)).recv([message], self.place[name] - 1, 0), is_message=True)
         if not along:
             return []
         first, *others = unpacked(message, kinds)
@@ -183,12 +192,21 @@ class TorchMesh:
         NCCL breaks its kernels off at once, but does not come back before the last CUDA graph with one of them is gone.
         """
         self.is_aborted = True
+        abort = break_off if self.device.type == "cpu" else methodcaller("abort")
         with self.lock:
-            threads = [threading.Thread(target=group.abort, daemon=True) for group in list(self.groups.values())]
+            # these alone hold a group, so that this thread is not the last to let go of it
+            threads = [threading.Thread(target=abort, args=(g,), daemon=True) for g in list(self.groups.values())]
             for thread in threads:
                 thread.start()
             self.aborting += threads
         join_soon(threads)
+
+    def _wait(self, work: Any, is_message: bool = False) -> None:
+        """Until it has ended, or a rank is lost. With NCCL the stream waits, and its kernels are broken off."""
+        if self.device.type == "cuda":
+            work.wait()
+        else:
+            wait(self.messenger.message(work) if is_message else work, lambda: self.is_aborted, self.groups)
 
     def _note(self, what: str, names: tuple[str, ...], result: Tensor) -> None:
         self.counts[what, names, result.numel() * result.element_size()] += 1

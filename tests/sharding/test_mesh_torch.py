@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from meshes import on_every_rank
 
 from octavo.kernels_triton.ops import TorchOps
+from octavo.sharding import gloo_torch
 from octavo.sharding.mesh_torch import TorchMesh
 from octavo.sharding.rules import TENSOR, ShardingRules, place_of
 
@@ -206,7 +209,7 @@ def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch
         def __init__(self, abort: Callable[[], Any]) -> None:
             self.abort = abort
 
-    mesh = TorchMesh({"tp": 1}, 0, dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+    mesh = TorchMesh({"tp": 1}, 0, dist.HashStore(), "cuda")  # pyright: ignore[reportPrivateImportUsage]
     mesh.groups = {("tp",): Group(let_go.wait), ("pp",): Group(ended.set)}
     began = time.monotonic()
     mesh.abort()
@@ -219,20 +222,145 @@ def test_an_interpreters_end_waits_for_who_breaks_off() -> None:
     script = """
 import threading, time
 import torch.distributed as dist
-from octavo.sharding.mesh_torch import TorchMesh
-class Group:
-    def abort(self):
-        begun.set()
-        time.sleep(0.5)
-        print("aborted", flush=True)
+from octavo.sharding import mesh_torch
+def break_off(group):
+    begun.set()
+    time.sleep(0.5)
+    print("aborted", flush=True)
 begun = threading.Event()
-mesh = TorchMesh({"tp": 2}, 0, dist.HashStore())
-mesh.groups["tp",] = Group()
+mesh_torch.break_off = break_off
+mesh = mesh_torch.TorchMesh({"tp": 2}, 0, dist.HashStore())
+mesh.groups["tp",] = None
 threading.Thread(target=mesh.abort, daemon=True).start()
 begun.wait()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "aborted\n"), done.stderr
+
+
+def test_an_interpreters_end_waits_for_who_lets_go() -> None:
+    """Whichever thread drops a mesh lets go of its groups, which takes gloo a while."""
+    script = """
+import threading, time
+import torch.distributed as dist
+from octavo.sharding.mesh_torch import TorchMesh
+class Group:
+    def __del__(self):
+        begun.set()
+        time.sleep(0.5)
+        print("gone", flush=True)
+begun = threading.Event()
+meshes = [TorchMesh({"tp": 2}, 0, dist.HashStore())]
+meshes[0].groups["tp",] = Group()
+threading.Thread(target=meshes.clear, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
+
+
+def test_who_waits_for_one_that_does_not_come_can_be_told() -> None:
+    """All have met, and one that lives computes nothing with the others any more: gloo is told of no lost rank."""
+    begun = threading.Barrier(2)
+
+    def run(mesh: TorchMesh, wait: Callable[[TorchMesh], Any]) -> float:
+        mesh.connect()
+        begun.wait()
+        began = time.monotonic()
+        if mesh.rank == 0:
+            threading.Timer(0.2, mesh.abort).start()
+            with pytest.raises(RuntimeError):
+                wait(mesh)
+        took = time.monotonic() - began
+        begun.wait()
+        return took
+
+    x = torch.zeros(4)
+    for shape, wait in (
+        ({"tp": 2}, lambda mesh: mesh.all_reduce(x, ("tp",))),
+        ({"tp": 2}, lambda mesh: mesh.all_gather(x, ("tp",), 0)),
+        ({"tp": 2}, lambda mesh: mesh.reduce_scatter(x, ("tp",))),
+        ({"pp": 2}, lambda mesh: mesh.receive(x, "pp")),
+        ({"pp": 2}, lambda mesh: mesh.receive(x, "pp", [((2,), None)])),
+    ):
+        assert on_every_rank(lambda mesh, wait=wait: run(mesh, wait), shape)[0] < 5
+
+
+@pytest.mark.parametrize("role", ["sends", "receives"])
+def test_who_waits_for_a_message_whose_other_end_was_killed_in_its_middle_can_be_told(role: str) -> None:
+    """Gloo tells nobody whose array is halfway there. The script's end waits for nothing either."""
+    script = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from octavo.sharding.mesh_torch import TorchMesh
+def halfway(x):
+    while not x[0]:
+        time.sleep(1e-4)
+sends = sys.argv[1] == "sends"
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+x, few = torch.zeros(1 << 25), torch.zeros(1)
+child = os.fork()
+if child == 0:
+    # rank 0 is in the last stage
+    mesh = TorchMesh({"pp": 2}, 0 if sends else 1, dist.TCPStore("127.0.0.1", store.port, None, False))
+    mesh.connect()
+    if sends:
+        threading.Thread(target=mesh.receive, args=(x, "pp"), daemon=True).start()
+        halfway(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    mesh.send(x + 1, "pp")
+    time.sleep(100)
+mesh = TorchMesh({"pp": 2}, 1 if sends else 0, store)
+mesh.connect()
+def lose():
+    if not sends:
+        halfway(x)
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    mesh.abort()
+threading.Thread(target=lose, daemon=True).start()
+try:
+    # the third waits for the first
+    for x in (x + 1, few, few) if sends else ():
+        mesh.send(x, "pp")
+    mesh.receive(x, "pp")
+except RuntimeError:
+    print("told")
+"""
+    done = subprocess.run([sys.executable, "-c", script, role], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
+
+
+def test_a_sum_that_is_scattered_ends() -> None:
+    """Its work never says so by itself."""
+    sums = on_every_rank(lambda mesh: mesh.reduce_scatter(torch.arange(4.0), ("tp",)).tolist(), {"tp": 2})
+    assert sums == [[0, 2], [4, 6]]
+
+
+def test_a_work_that_nobody_can_break_off_keeps_its_groups() -> None:
+    """Their end would wait for it."""
+    ended = threading.Event()
+
+    class Work:
+        def wait(self, timeout: timedelta | None = None) -> None:
+            if not ended.wait(None if timeout is None else timeout.total_seconds()):
+                raise RuntimeError("Operation timed out!")
+
+    class Group:
+        pass
+
+    group = Group()
+    gone, groups, began = weakref.ref(group), {("tp",): group}, time.monotonic()
+    with pytest.raises(RuntimeError, match="a rank of the mesh was lost"):
+        gloo_torch.wait(Work(), lambda: True, groups)
+    assert time.monotonic() - began < 5
+    groups.clear()
+    del group
+    assert gone() is not None
+    ended.set()
+    while gone() is not None:
+        assert time.monotonic() - began < 10
+        time.sleep(0.01)
 
 
 def test_all_that_will_talk_can_connect_beforehand() -> None:
