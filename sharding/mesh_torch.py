@@ -234,6 +234,8 @@ class TorchMesh:
         thread.start()
         while thread.is_alive():
             if self.is_aborted:
+                # it may come back at any time, and must find an interpreter
+                self.aborting.append(thread)
                 raise RuntimeError(f"not all of {place[1]} processes joined a group of the mesh")
             thread.join(MEETING)
         # there, whatever the thread ended with

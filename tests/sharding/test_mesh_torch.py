@@ -259,6 +259,32 @@ begun.wait()
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
 
 
+def test_an_interpreters_end_waits_for_who_joined_in_vain() -> None:
+    """Gloo comes back when it notices that the other is gone, which may be just then."""
+    script = """
+import threading, time
+import torch, torch.distributed as dist
+from octavo.sharding.mesh_torch import TorchMesh
+def joins(*_):
+    begun.set()
+    time.sleep(0.5)
+    print("back", flush=True)
+    raise RuntimeError("the other is gone")
+begun = threading.Event()
+dist.ProcessGroupGloo = joins
+store = dist.HashStore()
+mesh = TorchMesh({"tp": 2}, 0, store)
+dist.PrefixStore("mesh/tp/", store).add("here", 1)
+threading.Thread(target=lambda: (begun.wait(), mesh.abort())).start()
+try:
+    mesh.all_reduce(torch.zeros(1), ("tp",))
+except RuntimeError:
+    print("told", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "told\nback\n"), done.stderr
+
+
 def test_who_waits_for_one_that_does_not_come_can_be_told() -> None:
     """All have met, and one that lives computes nothing with the others any more: gloo is told of no lost rank."""
     begun = threading.Barrier(2)
