@@ -32,6 +32,16 @@ class Paused:
         self.end()
 
 
+def age() -> None:
+    """Makes old all that there is: only collections of everything look at it again. For what was made to be kept.
+
+    Nothing is looked at for it. Left undone where somebody has frozen objects: those would not be so any more.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
+
+
 class Seldom:
     """with Seldom(): collections of everything come a hundred times more seldom, those of what is young as before.
 

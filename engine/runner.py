@@ -28,7 +28,7 @@ from ..models.logit_edits import LogitsProcessor
 from ..models.sampling import row_specs
 from .backend import Backend
 from .batch import Shapes, edit_values, move_input, row_values, sampling_input, step_input
-from .collector import Paused
+from .collector import Paused, age
 from .expert_load import ExpertLoad
 from .logits_processors import checked_processors
 from .plan import Admission, Plan, Transfer
@@ -444,4 +444,6 @@ class Runner:
                 self.is_rehearsed = True
             self.backend.precompile(self.every_call(), self.recipe)
             self.first_runs()
+            # else the first collections of what is young take 0.1 s and more, in somebody's request
+            age()
         return self.backend.num_compiles() - before

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 
 import pytest
+from backends import BACKENDS
 from tiny import PROMPTS, engine, tokens
 
-from octavo.engine.collector import LOOKS, Paused, Seldom
+from octavo.engine.collector import LOOKS, Paused, Seldom, age
 
 
 def test_it_is_off_until_the_pause_ends() -> None:
@@ -41,6 +42,36 @@ def test_overlapping_pauses_leave_it_on() -> None:
     first.end()
     second.end()
     assert gc.isenabled()
+
+
+def young() -> set[int]:
+    return {id(x) for n in (0, 1) for x in gc.get_objects(generation=n)}
+
+
+def test_what_was_made_to_be_kept_is_old_at_once() -> None:
+    with Paused():
+        made = [[] for _ in range(1000)]
+        assert {id(x) for x in made} <= young()
+        age()
+        assert not {id(x) for x in made} & young()
+    assert not gc.get_freeze_count()
+
+
+def test_what_somebody_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        age()
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_collection_behind_a_start_does_not_look_at_what_was_compiled(backend: str) -> None:
+    gc.collect()
+    llm = engine(backend=backend, warmup="all", max_num_seqs=2, max_num_batched_tokens=16)
+    assert len(young()) < 5000
+    assert {id(llm.runner.weights), id(llm.runner.forward)}.isdisjoint(young())
 
 
 def test_everything_is_looked_at_seldom_until_the_last_block_ends() -> None:
